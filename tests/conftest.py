@@ -1,0 +1,57 @@
+"""The template folder is a project that runs in place: these tests import its modules from there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults import FAULTS, NOT_SHOWN
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
+sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "tests")]
+
+# A launcher's variables, from a shell inside of an allocation, would place the processes of every test.
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_")) or name in (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ):
+        del os.environ[name]
+
+
+@pytest.fixture
+def template() -> Path:
+    """The template folder."""
+    return TEMPLATE
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A synthetic dataset of 640 training and 101 test images, so that an epoch takes a moment."""
+    import data
+
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 640, "test": 101})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(*rows): injects the faults of these numbers in tests/faults.py")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which of the faults were injected, by tests that passed."""
+    passed = terminalreporter.stats.get("passed", [])
+    rows = {row for report in passed for row in dict(report.user_properties).get("faults", [])}
+    if rows:
+        terminalreporter.section("faults")
+        for row, what in FAULTS.items():
+            but = f" (not here: {NOT_SHOWN[row]})" if row in NOT_SHOWN else ""
+            terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {what}{but}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        rows = [row for mark in item.iter_markers("fault") for row in mark.args]
+        item.user_properties.append(("faults", rows))

@@ -1,0 +1,57 @@
+"""The faults that a run survives or explains, by number, and the mark by which a test says which of them it injects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+FAULTS = {
+    1: "kill -9 of a worker in mid-step",
+    2: "kill -9 during a save",
+    3: "newest checkpoint truncated, empty, garbage",
+    4: "one bit flipped in a checkpoint",
+    5: "all checkpoints bad",
+    6: "hostile pickle",
+    7: "disk full",
+    8: "output folder not writable",
+    9: "SIGTERM or SIGUSR1 to torchrun, or to one rank only",
+    10: "a second signal",
+    11: "SIGHUP under nohup",
+    12: "torchrun killed with -9",
+    13: "one rank raises",
+    14: "one rank leaves early with 0",
+    15: "one rank hangs",
+    16: "init_process_group hangs past its timeout",
+    17: "uneven batches between ranks",
+    18: "evaluation set not divisible",
+    19: "fewer samples than one global batch",
+    20: "resumed with another number of processes",
+    21: "model or options differ from the checkpoint's",
+    22: "only node 0 has the checkpoint",
+    23: "loss not finite",
+    24: "two runs in one output folder",
+    25: "port taken",
+    26: "wrong master address or name",
+    27: "two nodes with one node rank, or other NNODES, NPROC, code",
+    28: "host name resolves to 127.0.0.1",
+    29: "link down in mid-run",
+    30: "NCCL without CUDA; more local ranks than GPUs",
+    31: "dataset missing, partial, corrupt; no network",
+    32: "stale PET_*, half-set RANK/WORLD_SIZE/MASTER_ADDR",
+    33: "bad option value",
+    34: "WORLD_SIZE is not NNODES x NPROC",
+    35: "BatchNorm model evaluated through the DDP wrapper with uneven ranks",
+    36: "BatchNorm running statistics drift between ranks",
+}
+# What the tests cannot show without the hardware: the rest of these rows is tested.
+NOT_SHOWN = {30: "real GPUs: the roll call is given made-up ones", 15: "a hang inside of NCCL"}
+
+
+def fault(*rows: int) -> Callable[[Test], Test]:
+    """Marks a test that injects the faults of these numbers."""
+    assert set(rows) <= set(FAULTS)
+    return pytest.mark.fault(*rows)

@@ -1,0 +1,241 @@
+"""A run that is killed over and over, in every way, and started again by the same command equals an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp import checkpoint
+from ddp.state import digest
+from faults import fault
+
+MAIN = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "main.py"
+SPAWN = [sys.executable, MAIN, "--nproc", 2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+TORCHRUN += ["--nproc-per-node", 2, MAIN]
+TRAIN, TEST = 240, 16  # images
+PER_EPOCH = TRAIN // (2 * 4)
+# A small model of torchvision with dropout and BatchNorm; DataLoader workers; a checkpoint every third of a second.
+OPTIONS = ["--dataset", "imagefolder", "--model", "mobilenet_v3_small", "--batch-size", 4, "--workers", 1]
+OPTIONS += ["--checkpoint-every", 5, "--log-every", 1, "--epochs", 1000, "--timeout", 60]
+START_S, TRAIN_S = 5.0, 1.2  # in which the moments of the signals lie
+
+
+class Run:
+    """One start of the command: its processes, all of them, by a mark in their environment."""
+
+    def __init__(self, launcher: list[Any], options: list[Any], mark: str) -> None:
+        self.mark = f"CHAOS={mark}".encode()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHAOS": mark, "PYTHONUNBUFFERED": "1"}
+        self.log = Path(options[-1]).parent / "log"
+        with self.log.open("wb") as log:
+            self.launcher = subprocess.Popen(
+                [str(part) for part in (*launcher, *options)],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[int]:
+        """Whatever still runs and descends from this start, also where its parent is gone."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and self.mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def workers(self) -> list[int]:
+        """The process ids of rank 0 and rank 1; fewer where they have not been started yet."""
+        children = []
+        for pid in self.processes():
+            with suppress(OSError):
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if parent == self.launcher.pid and (b"spawn_main" in command or str(MAIN).encode() in command):
+                    children.append(pid)
+        return sorted(children)
+
+    def until(self, condition: Callable[[], Any], timeout: float = 60) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end and self.launcher.poll() is None, f"it never came:\n{self.output()}"
+            time.sleep(0.002)
+
+    def wait(self, timeout: float = 60) -> int:
+        """The launcher's exit code, once no process is left. Kills what is, and fails."""
+        end = time.monotonic() + timeout
+        while self.launcher.poll() is None or self.processes():
+            if time.monotonic() > end:
+                left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()}
+                self.kill_all()
+                raise AssertionError(f"after {timeout} s there are still {left}:\n{self.output()}")
+            time.sleep(0.02)
+        return self.launcher.returncode
+
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+# Whom a signal hits: the launching process, or the worker of a rank.
+LAUNCHER, RANK_0, RANK_1 = -1, 0, 1
+# (how it is started, the signal, whom it hits, when): 20 of them.
+BLOWS: list[tuple[list[Any], int, tuple[int, ...], str]] = [
+    (SPAWN, signal.SIGKILL, (RANK_0,), "training"),
+    (SPAWN, signal.SIGKILL, (RANK_1,), "training"),
+    (SPAWN, signal.SIGKILL, (RANK_0, RANK_1), "training"),
+    (SPAWN, signal.SIGKILL, (LAUNCHER,), "training"),
+    *[(SPAWN, signal.SIGKILL, (LAUNCHER,), "starting")] * 2,
+    (SPAWN, signal.SIGKILL, (RANK_0,), "saving"),
+    (SPAWN, signal.SIGKILL, (LAUNCHER, RANK_0, RANK_1), "saving"),
+    (SPAWN, signal.SIGTERM, (LAUNCHER,), "training"),
+    (SPAWN, signal.SIGTERM, (RANK_1,), "saving"),
+    (TORCHRUN, signal.SIGKILL, (RANK_0,), "training"),
+    (TORCHRUN, signal.SIGKILL, (RANK_1,), "training"),
+    (TORCHRUN, signal.SIGKILL, (RANK_0, RANK_1), "training"),
+    (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "training"),
+    (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "starting"),
+    (TORCHRUN, signal.SIGKILL, (RANK_0,), "saving"),
+    (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "saving"),
+    (TORCHRUN, signal.SIGKILL, (LAUNCHER, RANK_0, RANK_1), "saving"),
+    (TORCHRUN, signal.SIGTERM, (LAUNCHER,), "training"),
+    (TORCHRUN, signal.SIGTERM, (RANK_1,), "training"),
+]
+
+
+def newest_step(output: Path) -> int:
+    return max([int(path.stem.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*.pt")] or [0])
+
+
+def strike(run: Run, output: Path, number: int, whom: tuple[int, ...], when: str, moment: float) -> None:
+    """Send the signal, at a moment (0 to 1) of the start or of the training; or in the middle of a save after it."""
+    if when == "starting":
+        run.until(run.workers)
+        time.sleep(START_S * moment)
+    else:
+        run.until(lambda: "train  loss" in run.output())
+        time.sleep(TRAIN_S * moment)
+    if when == "saving":
+        run.until(lambda: any((output / "checkpoints").glob("*.tmp")))
+    workers = run.workers()
+    for target in whom:
+        os.kill(run.launcher.pid if target == LAUNCHER else workers[target], number)
+
+
+def check_end(code: int, launcher: list[Any], number: int, whom: tuple[int, ...], output: str, newest: int) -> None:
+    """The exit code, and what a person sees. `newest`: the step of the newest checkpoint."""
+    if LAUNCHER in whom and number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+    elif launcher is TORCHRUN:
+        assert code == 1  # of torchrun itself, whatever its workers say; launch_node.sh knows better
+    elif number == signal.SIGTERM:
+        assert code == 75, output
+    else:
+        assert code == (8 if len(whom) == 1 else 128 + signal.SIGKILL), output
+    if number == signal.SIGTERM:
+        assert len(re.findall("^stopped on request and saved", output, re.MULTILINE)) == 1, output
+    elif launcher is SPAWN and len(whom) == 1 and whom != (LAUNCHER,):
+        told = re.search(
+            rf"rank {whom[0]} was lost .*; (?:nothing was saved yet|resumable from step ([\d,]+)):", output
+        )
+        assert told is not None, output
+        assert int((told[1] or "0").replace(",", "")) <= newest, f"there is no such checkpoint:\n{output}"
+    if launcher is SPAWN:
+        assert "Traceback" not in output, output
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of noise in two classes."""
+    root = tmp_path_factory.mktemp("images")
+    generator = torch.Generator().manual_seed(0)
+    for split, each in (("train", TRAIN // 2), ("test", TEST // 2)):
+        for label in ("cat", "dog"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(each):
+                pixels = torch.randint(0, 256, (32, 32, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(root / split / label / f"{number}.png")
+    return root
+
+
+def logged(output: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what depends on the speed of the machine."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line.get(name) for name in ("step", "split", "epoch", "loss", "accuracy", "lr")} for line in lines]
+
+
+def drawn(output: Path, name: str) -> list[tuple[int, float]]:
+    """A curve of TensorBoard: steps and values."""
+    events = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def compare(output: Path, whole: Path) -> None:
+    """Everything that lasts is the same, to the last bit."""
+    newest = [max((folder / "checkpoints").glob("step_*.pt")) for folder in (output, whole)]
+    assert newest[0].name == newest[1].name
+    hashes = [digest([content["model"], content["optimizer"]]) for content in map(checkpoint.read, newest)]
+    assert hashes[0] == hashes[1], "it was trained otherwise"
+    assert logged(output) == logged(whole)
+    steps = [line["step"] for line in logged(output) if line["split"] == "train"]
+    assert steps == list(range(1, len(steps) + 1)), "a step was logged twice, or not at all"
+    for name in ("train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy"):
+        assert drawn(output, name) == drawn(whole, name), name
+    assert [step for step, _ in drawn(output, "train/loss")] == steps
+
+
+@pytest.mark.slow
+@fault(1, 2, 9, 12)
+def test_a_run_that_is_killed_twenty_times_equals_an_undisturbed_one(images: Path, tmp_path: Path) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", random.randrange(1 << 32)))
+    print(f"CHAOS_SEED={seed}")
+    generator = random.Random(seed)
+    blows = generator.sample(BLOWS, len(BLOWS))
+    assert len(blows) == 20
+    output = tmp_path / "run"
+    options = [*OPTIONS, "--data-dir", images]
+    before, began = 0, time.monotonic()
+    for count, (launcher, number, whom, when) in enumerate(blows, start=1):
+        run = Run(launcher, [*options, "--output-dir", output], f"{seed}-{count}")
+        try:
+            strike(run, output, number, whom, when, generator.random())
+            code = run.wait()
+        finally:
+            run.kill_all()
+        what = f"signal {number} to {whom}, {when}: exit code {code}"
+        how = "--nproc" if launcher is SPAWN else "torchrun"
+        print(f"{time.monotonic() - began:6.1f} s  {count:>2}  {how:<8}  {what}, step {newest_step(output)}")
+        check_end(code, launcher, number, whom, run.output(), newest_step(output))
+        assert newest_step(output) >= before, "a checkpoint was lost"
+        before = newest_step(output)
+
+    steps = [*options, "--max-steps", before + 7, "--output-dir"]
+    for launcher, folder in ((SPAWN, output), (TORCHRUN, tmp_path / "whole")):
+        run = Run(launcher, [*steps, folder], f"{seed}-{folder.name}")
+        assert run.wait(120) == 0, run.output()
+        print(f"{time.monotonic() - began:6.1f} s  {folder.name} has ended at step {newest_step(folder)}")
+    compare(output, tmp_path / "whole")
+    assert not [path for path in output.rglob("*") if ".tmp" in path.name]

@@ -1,0 +1,517 @@
+"""What goes wrong while a run trains: signals, lost, hanging and failing ranks. One cause, one line, one exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import main
+from config import parse
+from ddp import checkpoint, group, peers
+from ddp.agreement import MOST_STEPS, Agreement
+from ddp.launch import Placement, run_as_rank
+from ddp.state import digest
+from faults import FAULTS, NOT_SHOWN, fault
+from processes import Ranks, on_ranks, start, train
+from small_models import build_awkward, build_slow_awkward
+
+TESTS = Path(__file__).parent
+
+
+def status(output: Path) -> dict[str, Any]:
+    return json.loads((output / "status.json").read_text())
+
+
+def checkpoints(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def weights_and_momentum(output: Path) -> str:
+    content = checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))
+    return digest([content["model"], content["optimizer"]])
+
+
+def errors(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "error: " in line]
+
+
+def start_faulty(
+    world_size: int, inject: Callable[[int, int], Any], *options: Any, init_method: str | None = None
+) -> Ranks:
+    """Start a run in which `inject(rank, number)` is called in each computation of a loss, counted from 1."""
+    arguments = [str(option) for option in ("--dataset", "synthetic", "--batch-size", 16, *options)]
+
+    def target(placement: Placement) -> int:
+        compute, count = main.compute_loss, 0
+
+        def compute_loss(*tensors: Any) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            changed = inject(placement.rank, count)
+            loss = compute(*tensors)
+            return loss if changed is None else loss * changed
+
+        main.compute_loss = compute_loss
+        placement = replace(placement, init_method=init_method or placement.init_method)
+        return run_as_rank(main.main, parse(arguments), placement)
+
+    return Ranks(world_size, target)
+
+
+def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
+    end = time.monotonic() + timeout
+    while text not in ranks.output():
+        assert time.monotonic() < end, f"{text!r} never came:\n{ranks.output()}"
+        time.sleep(0.01)
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@fault(9)
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_a_step_and_the_run_goes_on_bit_for_bit(
+    small: None, number: int, to: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 4, "--log-every", 1, "--output-dir"]
+    monkeypatch.setattr(main, "build_model", build_awkward)
+    train(2, *options, tmp_path / "whole")
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    ranks = start(2, *options, tmp_path / "stopped")
+    wait_for_text(ranks, "step   7/160")
+    os.kill(ranks.pids[to], number)
+    assert ranks.wait() == [75, 75], ranks.output()
+    assert "Traceback" not in ranks.output() and ranks.output().count("stopped on request and saved") == 1
+    told = status(tmp_path / "stopped")
+    assert told["state"] == "stopped" and told["exit_code"] == 75
+    assert 7 <= told["step"] == told["saved"] < 80, "not in the middle of the first epoch"
+    assert f"step_{told['step']:08d}.pt" in checkpoints(tmp_path / "stopped")
+
+    monkeypatch.setattr(main, "build_model", build_awkward)
+    assert f"at step {told['step']}" in train(2, *options, tmp_path / "stopped")
+    assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@fault(9)
+@pytest.mark.parametrize("steps", [[], ["--max-steps", 27]])
+def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
+    small: None, steps: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 8, *steps, "--output-dir"]
+    train(2, *options, tmp_path / "whole")
+
+    def slow_evaluation(rank: int, number: int) -> None:
+        if not torch.is_grad_enabled():
+            (tmp_path / "evaluating").touch()
+            time.sleep(0.5)
+
+    ranks = start_faulty(2, slow_evaluation, "--epochs", 2, "--batch-size", 8, *steps, "--output-dir", tmp_path / "cut")
+    while not (tmp_path / "evaluating").exists():
+        time.sleep(0.01)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    assert ranks.wait() == [75, 75], ranks.output()
+    assert not any("test" in line for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
+    train(2, *options, tmp_path / "cut")
+    results = [
+        [line for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
+        for run in ("whole", "cut")
+    ]
+    assert results[0] == results[1] and len(results[0]) == (1 if steps else 2)
+    assert weights_and_momentum(tmp_path / "cut") == weights_and_momentum(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@fault(9)
+def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(small: None, tmp_path: Path) -> None:
+    train(1, "--dataset", "synthetic", "--max-steps", 2, "--batch-size", 16, "--output-dir", tmp_path)
+    before = status(tmp_path)
+    ranks = start_faulty(2, lambda rank, number: time.sleep(0.3), "--evaluate", "--output-dir", tmp_path)
+    wait_for_text(ranks, "evaluating")
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [75, 75] and "nothing was being trained" in ranks.output()
+    assert status(tmp_path) == before
+
+
+@pytest.mark.slow
+@fault(10)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path) -> None:
+    """Even in the middle of a step that never ends."""
+    ranks = start_faulty(
+        1, lambda rank, count: time.sleep(60 * (count == 3)), "--output-dir", tmp_path, "--log-every", 1
+    )
+    wait_for_text(ranks, "step   2/400")
+    time.sleep(0.2)
+    os.kill(ranks.pids[0], number)
+    time.sleep(0.1)
+    os.kill(ranks.pids[0], number)  # the same request, arriving twice
+    wait_for_text(ranks, "asked to stop")
+    time.sleep(1.2)
+    assert "left at once" not in ranks.output()
+    begin = time.monotonic()
+    os.kill(ranks.pids[0], number)
+    assert ranks.wait() == [128 + number]
+    assert time.monotonic() - begin < 1
+    assert "left at once" in ranks.output() and status(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.slow
+@fault(9)
+def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """One rank waits for another that never comes: there is nothing to save."""
+
+    def target(placement: Placement) -> int:
+        if placement.rank == 1:
+            time.sleep(3600)
+        return run_as_rank(main.main, parse(["--dataset", "synthetic", "--output-dir", str(tmp_path)]), placement)
+
+    ranks = Ranks(2, target)
+    wait_for_text(ranks, "waiting for rank 1 of 2 processes")
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    assert ranks.wait(10)[0] == 75 and "before training began" in ranks.output()
+
+
+@pytest.mark.slow
+@fault(11)
+@pytest.mark.parametrize("nohup", [True, False])
+def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_path: Path) -> None:
+    arguments = ["--dataset", "synthetic", "--epochs", "1", "--log-every", "1", "--output-dir", str(tmp_path)]
+
+    def target(placement: Placement) -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        compute = main.compute_loss
+        main.compute_loss = lambda *tensors: (time.sleep(0.1), compute(*tensors))[1]
+        return run_as_rank(main.main, parse(arguments), placement)
+
+    ranks = Ranks(1, target)
+    wait_for_text(ranks, "step  2/10")
+    os.kill(ranks.pids[0], signal.SIGHUP)
+    assert ranks.wait() == [0 if nohup else 75], ranks.output()
+
+
+@pytest.mark.slow
+@fault(9)
+def test_workers_of_a_data_loader_outlive_the_signal(small: None, tmp_path: Path) -> None:
+    """torchrun and Slurm send it to them too, and the last step still needs their batches."""
+    options = ("--workers", 2, "--epochs", 3, "--output-dir", tmp_path, "--log-every", 1)
+    ranks = start_faulty(2, lambda rank, number: time.sleep(0.05), *options)
+    wait_for_text(ranks, "step  4/60")
+    for pid in ranks.pids:
+        os.killpg(pid, signal.SIGTERM)
+    assert ranks.wait() == [75, 75], ranks.output()
+    assert "Traceback" not in ranks.output()
+
+
+def test_a_stop_is_asked_for_twice_a_second_and_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(group: Any) -> list[int]:
+        reduced: list[int] = []
+        passed: list[int] = []
+        reduce = dist.all_reduce
+        monkeypatch.setattr(
+            dist, "all_reduce", lambda *args, **named: (reduced.append(len(passed)), reduce(*args, **named))
+        )
+        agreement = Agreement()
+        for _ in range(60):
+            time.sleep(0.02 if group.rank else 0.001)
+            agreement.point()
+            passed.append(1)
+        return reduced
+
+    first, second = on_ranks(2, count)
+    assert first == second, "the ranks do not ask at the same steps"
+    assert 3 <= len(first) <= 8, f"60 steps of 20 ms on the slower rank are 1.2 s: asked at {first}"
+    assert MOST_STEPS <= 100
+
+
+# ---- ranks that are lost, leave, hang or fail -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@fault(1)
+@pytest.mark.parametrize(
+    ("world_size", "victim"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (3, 2)))]
+)
+def test_a_killed_rank_is_named_and_nothing_is_saved_after(
+    small: None, world_size: int, victim: int, tmp_path: Path
+) -> None:
+    def kill(rank: int, number: int) -> None:
+        if rank == victim and number == 7:
+            while not (tmp_path / "checkpoints" / "step_00000004.pt").exists():
+                time.sleep(0.01)  # it is written in the background
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ranks = start_faulty(world_size, kill, "--checkpoint-every", 4, "--output-dir", tmp_path)
+    codes = ranks.wait()
+    assert codes == [-9 if rank == victim else 8 for rank in range(world_size)], ranks.output()
+    output = ranks.output()
+    assert len(errors(output)) == 1 and "Traceback" not in output, output
+    assert f"rank {victim} was lost" in errors(output)[0] and "resumable from step 4" in errors(output)[0]
+    assert output.count("ends too") == world_size - 2
+    assert checkpoints(tmp_path) == ["step_00000004.pt"]
+    if victim != 0:
+        assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.slow
+@fault(13)
+def test_of_a_rank_that_raises_the_traceback_is_shown_and_the_others_are_collateral(
+    small: None, tmp_path: Path
+) -> None:
+    def fail(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            raise ValueError("a bug of mine")
+
+    ranks = start_faulty(3, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [1, 1, 1]
+    assert ranks.output(1).count("Traceback") == 1 and "in fail" in ranks.output(1)
+    for rank in (0, 2):
+        assert "Traceback" not in ranks.output(rank)
+        assert f"rank {rank} ends too: rank 1 failed: ValueError: a bug of mine" in ranks.output(rank)
+    assert status(tmp_path)["exit_code"] == 1 and "a bug of mine" in status(tmp_path)["message"]
+
+
+@fault(13)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_end_with_one_code_also_where_rank_0_takes_the_store_with_it(
+    small: None, victim: int, tmp_path: Path
+) -> None:
+    """As by --init-method tcp://, mpirun and srun: the others must have read why before it goes."""
+
+    def fail(rank: int, number: int) -> None:
+        if rank == victim and number == 3:
+            raise ValueError("a bug of mine")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = start_faulty(4, fail, "--output-dir", tmp_path, init_method=f"tcp://127.0.0.1:{port}")
+    assert ranks.wait() == [1] * 4, ranks.output()
+    assert ranks.output().count(f"ends too: rank {victim} failed: ValueError: a bug of mine") == 3, ranks.output()
+
+
+@fault(13)
+def test_an_error_that_talks_of_connections_is_still_a_bug_of_the_code(small: None, tmp_path: Path) -> None:
+    def fail(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            raise RuntimeError("feature server: Connection reset while reading row 7")
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "in fail" in ranks.output(1) and "rank 0 ends too: rank 1 failed: RuntimeError" in ranks.output(0)
+
+
+@pytest.mark.slow
+@fault(13)
+def test_a_bug_in_what_rank_0_does_for_all_is_shown_with_its_place(small: None, tmp_path: Path) -> None:
+    def fail(rank: int, number: int) -> None:
+        if number == 3:
+            groups[0].on_main(lambda: {}["missing"])
+
+    groups: list[Any] = []
+    make = group.Group.__init__
+    group.Group.__init__ = lambda self, *args: (groups.append(self), make(self, *args))[1]  # type: ignore[method-assign]
+    try:
+        ranks = start_faulty(3, fail, "--output-dir", tmp_path)
+        assert ranks.wait() == [1, 1, 1]
+    finally:
+        group.Group.__init__ = make  # type: ignore[method-assign]
+    assert '{}["missing"]' in ranks.output(0) and "Traceback" not in ranks.output(1) + ranks.output(2)
+
+
+@pytest.mark.slow
+@fault(10)
+def test_a_second_signal_to_one_rank_ends_all_with_its_code(small: None, tmp_path: Path) -> None:
+    ranks = start_faulty(
+        2, lambda rank, number: time.sleep(3 * (number > 2)), "--log-every", 1, "--output-dir", tmp_path
+    )
+    wait_for_text(ranks, "step   2/200")
+    time.sleep(0.3)
+    os.kill(ranks.pids[1], signal.SIGINT)
+    time.sleep(1.2)
+    os.kill(ranks.pids[1], signal.SIGINT)
+    assert ranks.wait() == [130, 130], ranks.output()
+
+
+@pytest.mark.slow
+def test_a_data_loader_worker_that_is_killed_is_one_line(small: None, tmp_path: Path) -> None:
+    options = ("--workers", 1, "--epochs", 3, "--log-every", 1, "--output-dir", tmp_path)
+    ranks = start_faulty(1, lambda rank, number: time.sleep(0.1), *options)
+    wait_for_text(ranks, "step   3/120")
+    (worker,) = Path(f"/proc/{ranks.pids[0]}/task/{ranks.pids[0]}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    assert ranks.wait() == [8], ranks.output()
+    assert "Traceback" not in ranks.output() and "fewer --workers" in ranks.output()
+
+
+@fault(13)
+def test_a_bug_of_all_ranks_is_shown_once(small: None, tmp_path: Path) -> None:
+    ranks = start_faulty(3, lambda rank, number: [][0], "--output-dir", tmp_path)
+    assert ranks.wait() == [1, 1, 1]
+    assert ranks.output().count("Traceback") == 1, ranks.output()
+
+
+@pytest.mark.slow
+@fault(13)
+def test_a_rank_that_fails_before_it_has_met_the_others_tells_them(tmp_path: Path) -> None:
+    """Its data are missing, say. The others do not wait for --timeout."""
+
+    def target(placement: Placement) -> int:
+        options = ["--dataset", "imagefolder", "--data-dir", str(tmp_path)] if placement.rank else []
+        options = options or ["--dataset", "synthetic"]
+        return run_as_rank(main.main, parse([*options, "--output-dir", str(tmp_path)]), placement)
+
+    ranks = Ranks(2, target)
+    assert ranks.wait(20) == [3, 3]
+    assert len(errors(ranks.output())) == 1 and "[rank 1] error" in ranks.output()
+    assert "rank 0 ends too: rank 1 failed" in ranks.output()
+
+
+@pytest.mark.slow
+@fault(14)
+@pytest.mark.parametrize("way", ["os._exit", pytest.param("sys.exit", marks=pytest.mark.slow)])
+def test_a_rank_that_leaves_early_is_missed(small: None, way: str, tmp_path: Path) -> None:
+    def leave(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            os._exit(0) if way == "os._exit" else sys.exit(0)
+
+    ranks = start_faulty(2, leave, "--output-dir", tmp_path)
+    assert ranks.wait() == [8, 0], ranks.output()
+    assert "Traceback" not in ranks.output() and "rank 1" in ranks.output(0)
+
+
+@pytest.mark.slow
+@fault(15)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_ends_all_and_shows_where_it_stands(small: None, victim: int, tmp_path: Path) -> None:
+    def hang_here(rank: int, number: int) -> None:
+        if rank == victim and number == 3:
+            time.sleep(3600)
+
+    begin = time.monotonic()
+    ranks = start_faulty(2, hang_here, "--output-dir", tmp_path, "--timeout", 2)
+    assert ranks.wait(40) == [8, 8]
+    assert time.monotonic() - begin < 25
+    assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
+    assert f"rank {victim} hangs: waited 2 s (--timeout) in vain" in ranks.output(1 - victim)
+    assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.slow
+@fault(16)
+def test_a_group_that_is_never_made_ends_with_3_and_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "SLACK_S", 1)
+
+    def stand_still(*arguments: Any, **named: Any) -> None:
+        time.sleep(3600)
+
+    monkeypatch.setattr(dist, "init_process_group", stand_still)
+    ranks = start(2, "--dataset", "synthetic", "--output-dir", tmp_path, "--timeout", 1)
+    assert ranks.wait(30) == [3, 3]
+    assert "in stand_still" in ranks.output() and "hangs while it connects" in ranks.output()
+
+
+@pytest.mark.slow
+@fault(13)
+def test_a_rank_that_another_left_behind_is_ended_though_it_never_notices(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL a collective may never return: here the main thread sleeps."""
+    monkeypatch.setattr(peers, "FOLLOW_S", 1.0)
+
+    def fail(rank: int, number: int) -> None:
+        if number == 3:
+            if rank == 1:
+                raise ValueError("a bug of mine")
+            time.sleep(3600)
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait(20) == [1, 1]
+    assert "rank 0 ends too: rank 1 failed: ValueError" in ranks.output(0)
+    assert status(tmp_path)["state"] == "failed"
+
+
+# ---- divergence -----------------------------------------------------------------------------------------------------
+
+
+@fault(23)
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_6(small: None, tmp_path: Path) -> None:
+    options = ("--checkpoint-every", 4, "--log-every", 2, "--output-dir", tmp_path)
+    ranks = start_faulty(2, lambda rank, number: float("nan") if rank == 1 and number > 6 else None, *options)
+    assert ranks.wait() == [6, 6]
+    (line,) = errors(ranks.output())
+    assert "the loss is not finite" in line and "noticed at step 8" in line and "step_00000004.pt" in line
+    assert checkpoints(tmp_path) == ["step_00000004.pt"]
+
+
+@pytest.mark.slow
+@fault(23)
+def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that is far too large makes the gradients infinite, until the scaler has lowered it."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, 2.0**40, enabled=enabled))
+    options = ["--dataset", "synthetic", "--precision", "fp16", "--epochs", 3, "--log-every", 5]
+    output = train(2, *options, "--output-dir", tmp_path)
+    content = checkpoint.read(max((tmp_path / "checkpoints").glob("step_*.pt")))
+    assert content["scaler"]["scale"] < 2.0**40, "no step was skipped"
+    assert "done" in output and "error" not in output
+
+
+# ---- starting wrong -------------------------------------------------------------------------------------------------
+
+
+@fault(34)
+def test_a_world_that_is_not_all_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp.errors import EnvironmentFailure
+    from ddp.launch import find_placement
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(EnvironmentFailure, match="WORLD_SIZE=1 is not NNODES=2 x NPROC_PER_NODE=1"):
+        find_placement(parse([]), {**alone, "NNODES": "2", "NPROC_PER_NODE": "1"})
+    assert find_placement(parse([]), {**alone, "NNODES": "1", "NPROC_PER_NODE": "1"}).world_size == 1
+
+
+@fault(35, 36)
+def test_the_accuracy_reported_of_a_batchnorm_model_is_that_of_the_saved_one(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """101 test samples on 2 ranks, which have seen other batches: their running statistics differ."""
+    monkeypatch.setattr(main, "build_model", build_awkward)
+    options = ["--dataset", "synthetic", "--batch-size", 7, "--output-dir", tmp_path]
+    trained = train(2, *options, "--max-steps", 20)
+    evaluated = train(1, *options, "--evaluate")
+    scores = [re.findall(r"test   (loss [\d.]+  accuracy [\d.]+)", output) for output in (trained, evaluated)]
+    assert scores[0] == scores[1] and len(scores[0]) == 1
+
+
+def test_each_fault_has_a_test() -> None:
+    """The table in faults.py maps to tests by their marks; `pytest` prints which rows were injected."""
+    marked = set()
+    for path in TESTS.glob("test_*.py"):
+        for rows in re.findall(r"^@fault\(([\d, ]+)\)", path.read_text(), re.MULTILINE):
+            marked |= {int(row) for row in rows.split(",")}
+    assert not set(FAULTS) - marked, f"faults without a test: {sorted(set(FAULTS) - marked)}"
+    assert set(NOT_SHOWN) <= set(FAULTS)

@@ -1,0 +1,658 @@
+"""launch_node.sh on one and on several machines: they meet, agree, start again, stop, and leave nothing behind.
+
+Machines are network namespaces; launcher, torchrun and signals are real. Where training itself is not the matter, a
+stub takes the place of main.py: it keeps the worker's side of the contract with ddp/launcher/round.py, without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults import fault
+from machines import Machine, Program, machines
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+STUB = """
+import json, os, pathlib, signal, time
+folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+rank, started = int(os.environ["RANK"]), pathlib.Path(os.environ["STUB"])
+with (started / f"rounds-{rank}").open("a") as file: file.write("x")
+turn = (started / f"rounds-{rank}").stat().st_size
+def end(code, **info):
+    info = {"timestamp": str(int(time.time())), "rank": rank, "cause": True, "saved": None, **info}
+    message = {"message": f"rank {rank} has ended with {code}", "errorCode": code, "extraInfo": info}
+    if code: (folder / "error.json").write_text(json.dumps({"message": message}))
+    os._exit(code)
+def die(number=9): os.kill(os.getpid(), number)
+def stop(number, frame):
+    print(f"rank {rank} got {signal.Signals(number).name}", flush=True)
+    time.sleep(float(os.environ.get("SAVING", "0.5")))
+    print(f"rank {rank} has saved", flush=True)
+    end(75, saved=7)
+for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): signal.signal(getattr(signal, name), stop)
+(folder / "pid").write_text(str(os.getpid()))
+(started / f"pid-{rank}-{turn}").write_text(str(os.getpid()))
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, turn {turn}, by {os.environ.get('GLOO_SOCKET_IFNAME')}", flush=True)
+exec(os.environ["DO"])
+end(0)
+"""
+FOR_EVER = "time.sleep(600)"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    """The project with a stub in the place of main.py; whatever of it a failed test has left running is killed."""
+    copy = tmp_path / "my project"
+    shutil.copytree(TEMPLATE, copy, ignore=shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache"))
+    (copy / "main.py").write_text(STUB)
+    yield copy
+    for pid in running(tmp_path):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def running(folder: Path) -> list[int]:
+    """Processes with this folder in their command line."""
+    found = Path("/proc").glob("[0-9]*/cmdline")
+    return [int(path.parent.name) for path in found if os.fsencode(folder) in _read(path)]
+
+
+@pytest.fixture
+def two() -> Iterator[list[Machine]]:
+    with machines(2) as made:
+        yield made
+
+
+def alone(project: Path, do: str, *arguments: Any, **environ: str) -> Program:
+    """launch_node.sh with the stub, on this machine."""
+    environ = {"STUB": str(project.parent), "DO": do, "TMPDIR": str(_temporary(project)), **environ}
+    return Program(["bash", project / "launch_node.sh", *arguments], environ)
+
+
+def node(machine: Machine, rank: int, project: Path, do: str = "", *arguments: Any, **environ: str) -> Program:
+    """launch_node.sh with the stub, as node `rank` of 2 at gpu1's address; one process."""
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "1", "MASTER_ADDR": "10.77.0.1", "DO": do}
+    variables |= {"STUB": str(project.parent), "START_GRACE": "30", "TMPDIR": str(_temporary(project)), **environ}
+    return machine.start("bash", project / "launch_node.sh", *arguments, **variables)
+
+
+def _temporary(project: Path) -> Path:
+    folder = project.parent / "temporary"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def assert_nothing_left(project: Path) -> None:
+    """No process of any round, no temporary file."""
+    time.sleep(0.2)
+    pids = [int(file.read_text()) for file in project.parent.glob("pid-*")]
+    assert not [pid for pid in pids if _runs(pid)]
+    assert running(project.parent) == []
+    assert list(_temporary(project).iterdir()) == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _runs(pid: int) -> bool:
+    return bool(_read(Path(f"/proc/{pid}/cmdline")))
+
+
+def torchrun_of(project: Path) -> int:
+    """The process id of torchrun's process."""
+    marker = os.fsencode(project)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = _read(path).split(b"\0")
+        if marker in words and any(b"ddp.launcher.torchrun" in word for word in words):
+            return int(path.parent.name)
+    raise AssertionError("no torchrun")
+
+
+def refused_alike(programs: list[Program], *says: str, code: int = 3, within: float = 15) -> str:
+    """All end with `code`, within seconds, and with the same one line."""
+    start = time.monotonic()
+    codes = [program.wait(within) for program in programs]
+    lines = [program.output() for program in programs]
+    assert codes == [code] * len(programs), lines
+    assert len(set(lines)) == 1 and lines[0].count("\n") == 1, lines
+    assert all(text in lines[0] for text in says), lines[0]
+    assert time.monotonic() - start < within
+    return lines[0]
+
+
+# ---- meeting --------------------------------------------------------------------------------------------------------
+
+
+@fault(28, 34)
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["10.77.0.1", "gpu1"])
+def test_two_machines_meet_and_their_workers_know_the_interface_and_the_world_size(
+    two: list[Machine], project: Path, address: str
+) -> None:
+    """To gpu1 itself, gpu1 is 127.0.0.1."""
+    nodes = [node(machine, rank, project, MASTER_ADDR=address) for rank, machine in enumerate(two)]
+    assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
+    assert [one.output() for one in nodes] == ["rank 0 of 2, turn 1, by eth0\n", "rank 1 of 2, turn 1, by eth0\n"]
+    assert_nothing_left(project)
+
+
+@fault(25)
+def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], project: Path) -> None:
+    serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); time.sleep(600)"
+    other = two[0].start(sys.executable, "-c", serve)
+    other.until("up")
+    line = refused_alike([node(two[0], 0, project)], "port 29500 of gpu1", f"pid {other.process.pid}", "--master-port")
+    assert "socket.create_server" in line
+
+
+@fault(26)
+def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], project: Path) -> None:
+    nodes = [node(machine, rank, project, MASTER_ADDR="gpu77") for rank, machine in enumerate(two)]
+    for program, name in zip(nodes, ("gpu1", "gpu2"), strict=True):
+        refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address", within=5)
+
+
+@pytest.mark.slow
+@fault(26)
+def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:
+    for wrong in ("10.77.0.9", "8.8.8.8"):
+        program = node(two[0], 0, project, MASTER_ADDR=wrong)
+        refused_alike([program], f"--master-addr {wrong} is no address of gpu1", "10.77.0.1", within=8)
+
+
+@fault(26)
+def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine], project: Path) -> None:
+    program = node(two[1], 1, project, MASTER_ADDR="192.168.9.9")
+    refused_alike([program], "node 1 (gpu2) has no way to node 0 at 192.168.9.9:29500", "unreachable", within=5)
+
+
+@fault(26)
+@pytest.mark.slow
+def test_a_node_waits_for_node_0_says_so_and_goes_on_when_it_comes(two: list[Machine], project: Path) -> None:
+    later = node(two[1], 1, project)
+    assert later.until("waiting") == "node 1: waiting for node 0 at 10.77.0.1:29500 (up to 30 s)\n"
+    first = node(two[0], 0, project)
+    assert (first.wait(), later.wait()) == (0, 0), first.output() + later.output()
+
+
+@fault(26)
+@pytest.mark.slow
+def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], project: Path) -> None:
+    variables = {"START_GRACE": "4", "NNODES": "4"}
+    alone_here = node(two[1], 2, project, **variables)
+    assert alone_here.wait(15) == 3
+    waiting, refused = alone_here.output().splitlines()
+    assert waiting.startswith("node 2: waiting for node 0")
+    assert "node 2 (gpu2) got no answer from node 0 at 10.77.0.1:29500 within 4 s (Connection refused)" in refused
+    nodes = [node(two[0], 0, project, **variables), node(two[1], 2, project, **variables)]
+    assert [program.wait(15) for program in nodes] == [3, 3]
+    assert "node 0: waiting for nodes 1, 3 at port 29500 (up to 4 s)" in nodes[0].output()
+    last = nodes[0].output().splitlines()[-1]
+    assert "nodes 1, 3 of 4 did not come" in last and "here: node 0 (gpu1, 10.77.0.1), node 2 (gpu2, 10.77.0.2)" in last
+    assert nodes[1].output().splitlines()[-1] == last
+
+
+@fault(34)
+@pytest.mark.slow
+def test_one_of_two_machines_never_trains_alone(two: list[Machine], project: Path) -> None:
+    program = node(two[0], 0, project, START_GRACE="1")
+    assert program.wait() == 3 and "node 1 of 2 did not come within 1 s" in program.output()
+    assert list(project.parent.glob("rounds-*")) == []
+
+
+@fault(27)
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ({"NNODES": "3"}, "--nnodes is 2 and 3"),
+        ({"NPROC_PER_NODE": "2"}, "--nproc-per-node is 1 and 2"),
+        ({"PYTHONPATH": "FAKE"}, "torch is "),
+    ],
+)
+def test_nodes_that_were_started_differently_are_refused_both_by_name(
+    two: list[Machine], project: Path, tmp_path: Path, other: dict[str, str], says: str
+) -> None:
+    fake = tmp_path / "site" / "torch-1.2.3.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    other = {name: str(fake.parent) if value == "FAKE" else value for name, value in other.items()}
+    nodes = [node(two[0], 0, project), node(two[1], 1, project, **other)]
+    refused_alike(nodes, says, "node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree")
+
+
+@pytest.mark.slow
+@fault(27)
+def test_other_options_are_refused_but_for_those_of_one_machine(two: list[Machine], project: Path) -> None:
+    nodes = [node(two[0], 0, project, "", "--", "--lr", 0.1), node(two[1], 1, project, "", "--", "--epochs", 20)]
+    line = refused_alike(nodes, "--lr is 0.1 and 0.03", "--epochs is 10 and 20")
+    assert "differs" not in line
+    nodes = [node(machine, rank, project, "end(6)", "--", "--data-dir", rank) for rank, machine in enumerate(two)]
+    assert [program.wait() for program in nodes] == [6, 6], "they have met"
+
+
+@fault(27)
+def test_other_code_is_refused_and_the_files_are_named(two: list[Machine], project: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "another name"
+    shutil.copytree(project, elsewhere)
+    (elsewhere / "model.py").write_text("# changed\n")
+    (elsewhere / "ddp" / "more.py").write_text("# new\n")
+    (elsewhere / "tests" / "more.py").write_text("# tests may differ\n")
+    nodes = [node(two[0], 0, project), node(two[1], 1, elsewhere)]
+    refused_alike(nodes, "gpu1", "gpu2", "the file model.py differs; the file ddp/more.py differs.")
+
+
+@fault(27)
+def test_one_node_rank_on_two_machines_is_refused_on_all(project: Path) -> None:
+    with machines(3) as three:
+        nodes = [node(machine, rank, project, NNODES="3") for machine, rank in zip(three, (0, 1, 1), strict=True)]
+        line = refused_alike(nodes, "--node-rank of its own, from 0 to 2")
+        assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
+
+
+@pytest.mark.slow
+@fault(27)
+def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
+    first = node(two[0], 0, project)
+    time.sleep(1)
+    second = node(two[1], 0, project)
+    refused_alike([first, second], "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same number")
+
+
+@pytest.mark.slow
+@fault(27)
+def test_a_node_that_comes_after_a_refusal_hears_it_too(project: Path) -> None:
+    with machines(3) as three:
+        early = [node(three[0], 0, project, NNODES="3"), node(three[1], 1, project, NNODES="2")]
+        time.sleep(2.5)
+        refused_alike([*early, node(three[2], 2, project, NNODES="3")], "--nnodes is 3 and 2", "gpu1", "gpu2")
+
+
+@pytest.mark.slow
+@fault(27)
+def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path) -> None:
+    first = node(two[0], 0, project, "end(6)")
+    knock = "import socket, sys, time\nfor i in range(50):\n try: s = socket.create_connection(('10.77.0.1', 29500))\n"
+    knock += " except OSError: time.sleep(0.1); continue\n break\n"
+    knock += "s.sendall(eval(sys.argv[1])); print('sent'); time.sleep(60)"
+    for said in (
+        "b''",
+        "bytes(range(256)) * 50",
+        "b'GET / HTTP/1.1\\r\\n\\r\\n'",
+        "b'{\"node_rank\": 1}\\n'",
+        "b'[[' * 2000000",
+    ):
+        two[1].start(sys.executable, "-c", knock, said).until("sent")
+    other = node(two[1], 1, project, "end(6)")
+    assert (first.wait(), other.wait()) == (6, 6), first.output() + other.output()
+
+
+@pytest.mark.slow
+@fault(27)
+def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
+    with machines(3) as three:
+        first = node(three[0], 0, project, "end(6)", NNODES="3")
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            killed = node(three[1], 1, project, NNODES="3")
+            time.sleep(1.5)
+            killed.signal(number)
+            assert killed.wait(5) in (75, -9)
+        rest = [node(three[rank], rank, project, "end(6)", NNODES="3") for rank in (1, 2)]
+        assert [program.wait() for program in (first, *rest)] == [6, 6, 6], first.output()
+
+
+def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
+    from ddp.launcher.network import addresses, interface_of
+
+    assert interface_of("127.0.0.1") == interface_of("::ffff:127.0.0.1") == ("lo" if sys.platform == "linux" else "lo0")
+    assert interface_of("203.0.113.9") is None
+    names = {name for _, name in socket.if_nameindex()}
+    assert set(addresses().values()) <= names
+
+
+# ---- exit codes, and starting again ---------------------------------------------------------------------------------
+
+
+@fault(13)
+@pytest.mark.slow
+def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
+    do = "signal.signal(15, signal.SIG_IGN); time.sleep(rank / 5)\n"
+    do += "end(6 if rank == 1 else 8, cause=rank == 1, timestamp=100 + rank)"
+    launcher = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 3)
+    assert launcher.wait() == 6, launcher.output()
+    assert len(launcher.output().splitlines()) == 2, "nothing but what the workers have said"
+    assert_nothing_left(project)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [4, 75, 1])
+def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -> None:
+    launcher = alone(project, f"end({code})", "--max-restarts", 3)
+    assert launcher.wait() == code and "starting again" not in launcher.output()
+
+
+@fault(1)
+@pytest.mark.slow
+def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> None:
+    launcher = alone(project, "if turn == 1 and rank == 1: die()\nend(8 if turn == 1 else 0, cause=False, saved=1150)",
+                     "--nproc-per-node=2", "--max-restarts=1")  # fmt: skip
+    assert launcher.wait() == 0, launcher.output()
+    again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 3 s"
+    assert again in launcher.output().splitlines()
+    assert_nothing_left(project)
+
+
+@fault(1)
+@pytest.mark.slow
+def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
+    """Of three failures only the last comes without progress since the one before."""
+    launcher = alone(project, "end(8, saved=min(turn, 2))", "--max-restarts", 1, "--", "--output-dir", project / "out")
+    assert launcher.wait() == 8
+    told = [line for line in launcher.output().splitlines() if "starting again" in line]
+    assert [line.partition("from step ")[2] for line in told] == [
+        "1, restart 1 of 1, in 3 s",
+        "2, restart 1 of 1, in 3 s",
+    ]
+
+
+@fault(1)
+@pytest.mark.slow
+def test_a_killed_worker_has_noted_how_far_the_run_came(project: Path) -> None:
+    """It leaves no report; on a machine without the output folder, nothing else would tell that the run gets on."""
+    do = "(folder / 'saved').write_text(str(turn)); turn < 3 and die()"
+    launcher = alone(project, do, "--max-restarts", 1, "--", "--output-dir", project / "out")
+    assert launcher.wait() == 0, launcher.output()
+    assert "from step 2, restart 1 of 1" in launcher.output()
+
+
+@fault(9)
+@pytest.mark.slow
+def test_a_run_that_is_done_stays_done_though_torchrun_is_signalled(project: Path) -> None:
+    do = "signal.signal(15, signal.SIG_IGN); (folder / 'done').write_text(''); os.kill(os.getppid(), 15); time.sleep(1)"
+    assert alone(project, do).wait() == 0
+    assert_nothing_left(project)
+
+
+@pytest.mark.slow
+def test_without_a_word_from_workers_a_failure_is_tried_again_and_the_last_checkpoint_is_taken_from_the_status(
+    project: Path,
+) -> None:
+    out = project / "out"
+    out.mkdir()
+    (out / "status.json").write_text(json.dumps({"state": "failed", "step": 30, "saved": 20}))
+    launcher = alone(project, "os._exit(turn % 2)", "--max-restarts", 1, "--", "--output-dir", out)
+    assert launcher.wait() == 0
+    assert "a process failed (exit code 1); starting again from step 20, restart 1 of 1" in launcher.output()
+
+
+@fault(1)
+@pytest.mark.slow
+def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> None:
+    out = project / "out"
+    out.mkdir()
+    do = f"(pathlib.Path({str(out)!r}) / 'status.json').write_text(json.dumps(dict(state='running', step=5, "
+    do += f"pid=os.getpid(), host={platform.node()!r}, message=''))); die()"
+    launcher = alone(project, do, "--", "--output-dir", out)
+    assert launcher.wait() == 8 and "rank 0: its process" in launcher.output() and "SIGKILL" in launcher.output()
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 8, 5) and status["message"]
+    assert [path.name for path in out.iterdir()] == ["status.json"]
+
+
+@fault(1, 29)
+@pytest.mark.slow
+def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list[Machine], project: Path) -> None:
+    do = "if turn == 1 and rank == 1: die()\nif turn == 1: time.sleep(2); end(8, cause=False, saved=3)\nend(0)"
+    nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
+    assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
+    assert "node 0: a process was lost (exit code 8); starting again from step 3, restart 1 of 3" in nodes[0].output()
+    assert "node 1: a process was lost (exit code 8)" in nodes[1].output()
+    assert_nothing_left(project)
+
+
+@fault(29)
+@pytest.mark.slow
+def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine], project: Path) -> None:
+    """Node 1's worker is done, and its torchrun waits for node 0's; the network is gone."""
+    rounds = project / "ddp" / "launcher" / "round.py"
+    rounds.write_text(rounds.read_text().replace("BARRIER_S = 60.0", "BARRIER_S = 2.0"))
+    do = "time.sleep(600 if rank == 0 else 3)"
+    nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
+    nodes[1].until("rank 1")
+    two[1].link("down")
+    assert nodes[1].wait(20) == 0, nodes[1].output()
+    nodes[0].signal(signal.SIGTERM)
+    assert nodes[0].wait(20) == 75
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------------
+
+
+@fault(9)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_their_time(
+    project: Path, name: str
+) -> None:
+    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2)
+    launcher.until("rank 0 of")
+    launcher.until("rank 1 of")
+    launcher.signal(getattr(signal, name))
+    time.sleep(0.2)
+    launcher.signal(getattr(signal, name))  # the same request, arriving twice
+    assert launcher.wait() == 75, launcher.output()
+    told = "SIGTERM" if name == "SIGHUP" else name
+    assert launcher.output().count(f"got {told}") == 2 and launcher.output().count("got") == 2, launcher.output()
+    assert_nothing_left(project)
+
+
+@fault(9)
+@pytest.mark.slow
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, to_all: bool) -> None:
+    """torchrun's patience is 30 s; here it is 1 s. Slurm signals every process, and so torchrun, too."""
+    rounds = project / "ddp" / "launcher" / "round.py"
+    if not to_all:  # then torchrun must not know of it
+        rounds.write_text(rounds.read_text().replace('"PET_SHUTDOWN_TIMEOUT": "600"', '"PET_SHUTDOWN_TIMEOUT": "1"'))
+    launcher = alone(project, FOR_EVER, SAVING="4", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    launcher.until("rank 0 of")
+    launcher.signal(signal.SIGTERM)
+    if to_all:
+        os.kill(torchrun_of(project), signal.SIGTERM)
+    assert launcher.wait() == 75 and "has saved" in launcher.output(), launcher.output()
+
+
+@fault(9)
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_reaches_each_worker_once(project: Path) -> None:
+    """The terminal signals the launcher's whole process group."""
+    launcher = alone(project, FOR_EVER)
+    launcher.until("rank 0 of")
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    assert launcher.wait() == 75, launcher.output()
+    assert launcher.output().count("got SIGINT") == launcher.output().count("has saved") == 1, launcher.output()
+
+
+@fault(10)
+@pytest.mark.slow
+def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
+    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2, SAVING="60")
+    launcher.until("rank 0 of")
+    launcher.until("rank 1 of")
+    launcher.signal(signal.SIGUSR1)
+    launcher.until("got SIGUSR1")
+    time.sleep(1.2)
+    start = time.monotonic()
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 128 + signal.SIGTERM, launcher.output()
+    assert time.monotonic() - start < 3
+    assert "left at once, on a second signal (SIGTERM)" in launcher.output()
+    assert_nothing_left(project)
+
+
+@fault(11)
+@pytest.mark.slow
+def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
+    launcher = Program(
+        ["nohup", "bash", project / "launch_node.sh"],
+        {"STUB": str(project.parent), "DO": "time.sleep(3)", "TMPDIR": str(_temporary(project))},
+    )
+    launcher.until("rank 0 of")
+    launcher.signal(signal.SIGHUP)
+    os.kill(torchrun_of(project), signal.SIGHUP)
+    assert launcher.wait() == 0, launcher.output()
+
+
+@fault(9)
+@pytest.mark.slow
+def test_a_signal_before_training_begins_ends_all_with_75(two: list[Machine], project: Path) -> None:
+    waiting = node(two[0], 0, project)
+    waiting.until("waiting")
+    waiting.signal(signal.SIGTERM)
+    assert waiting.wait(5) == 75 and "stopped by SIGTERM before training began" in waiting.output()
+    starting = alone(project, FOR_EVER)
+    end = time.monotonic() + 20
+    while not any(_temporary(project).iterdir()):  # torchrun is starting
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    starting.signal(signal.SIGUSR1)
+    assert starting.wait(10) == 75 and "stopped before training began" in starting.output()
+    assert_nothing_left(project)
+
+
+@fault(9)
+@pytest.mark.slow
+def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(project: Path) -> None:
+    launcher = alone(project, "die()", "--max-restarts", 3)
+    launcher.until("starting again")
+    start = time.monotonic()
+    launcher.signal(signal.SIGINT)
+    assert launcher.wait() == 75 and time.monotonic() - start < 2
+    assert "stopped by a signal, before starting again" in launcher.output()
+
+
+# ---- no orphans -----------------------------------------------------------------------------------------------------
+
+
+@fault(12)
+@pytest.mark.slow
+def test_workers_that_outlive_torchrun_are_waited_for_while_they_save(project: Path) -> None:
+    """The stub is told by this test; a real worker is told by the kernel."""
+    launcher = alone(project, FOR_EVER, SAVING="2")
+    launcher.until("rank 0 of")
+    os.kill(torchrun_of(project), signal.SIGKILL)
+    os.kill(int((project.parent / "pid-0-1").read_text()), signal.SIGTERM)
+    assert launcher.wait() == 75, launcher.output()
+    assert_nothing_left(project)
+
+
+@fault(12)
+@pytest.mark.slow
+def test_workers_that_do_not_notice_are_killed_before_the_next_round(project: Path) -> None:
+    do = "if turn == 1: time.sleep(600)"
+    launcher = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 1, "--", "--timeout", 2)
+    launcher.until("rank 0 of")
+    launcher.until("rank 1 of")
+    os.kill(torchrun_of(project), signal.SIGKILL)
+    assert launcher.wait() == 0, launcher.output()
+    assert "torchrun was killed (exit code 8); starting again" in launcher.output()
+    assert "have not ended within 2 s of torchrun: killing them" in launcher.output()
+    assert_nothing_left(project)
+
+
+@fault(12)
+@pytest.mark.slow
+def test_nothing_survives_the_launcher(project: Path) -> None:
+    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2)
+    launcher.until("rank 0 of")
+    launcher.until("rank 1 of")
+    launcher.signal(signal.SIGKILL)
+    launcher.wait()
+    end = time.monotonic() + 15
+    while any(_runs(int(file.read_text())) for file in project.parent.glob("pid-*")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert launcher.output().count("got SIGTERM") == 2
+
+
+@fault(32)
+@pytest.mark.slow
+def test_the_folder_that_one_stands_in_and_stale_variables_change_nothing(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "ddp" / "launcher").mkdir(parents=True)
+    for name in ("config.py", "ddp/__init__.py", "ddp/launcher/node.py", "main.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong file')\n")
+    variables = {"PET_NNODES": "7", "PET_MAX_RESTARTS": "5", "RANK": "3", "MASTER_PORT": "1", "WORLD_SIZE": "9"}
+    variables |= {"STUB": str(tmp_path), "DO": "", "TMPDIR": str(_temporary(project))}
+    program = Program(["sh", "-c", 'cd "$0" && exec bash "$1"', tmp_path, project / "launch_node.sh"], variables)
+    assert program.wait() == 0 and "rank 0 of 1" in program.output(), program.output()
+
+
+# ---- with real training ---------------------------------------------------------------------------------------------
+
+TRAIN = ["--", "--dataset", "synthetic", "--device", "cpu", "--epochs", 1, "--warmup-epochs", 0, "--batch-size", 16]
+
+
+def steps(output: Path) -> list[int]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [line["step"] for line in map(json.loads, lines) if line["split"] == "train"]
+
+
+@fault(28)
+@pytest.mark.slow
+def test_two_machines_train_although_their_names_mean_127_0_0_1_to_themselves(
+    two: list[Machine], tmp_path: Path
+) -> None:
+    """On gpu1, MASTER_ADDR=gpu1 is 127.0.0.1, and nothing but the connection itself shows the right interface."""
+    for address in ("gpu1", "10.77.0.1"):
+        options = [*TRAIN, "--max-steps", 3, "--output-dir", tmp_path / f"out {address}"]
+        nodes = [real(machine, rank, *options, MASTER_ADDR=address) for rank, machine in enumerate(two)]
+        assert [program.wait(90) for program in nodes] == [0, 0], [program.output() for program in nodes]
+        assert "2 processes" in nodes[0].output()
+    assert "done" in (tmp_path / "out gpu1" / "status.json").read_text()
+
+
+@fault(29)
+@pytest.mark.slow
+def test_a_link_that_goes_down_costs_a_restart_and_the_run_is_done_when_it_is_back(
+    two: list[Machine], tmp_path: Path
+) -> None:
+    options = [*TRAIN, "--max-steps", 300, "--checkpoint-every", 20, "--log-every", 10, "--timeout", 5]
+    options += ["--output-dir", tmp_path / "out"]
+    nodes = [real(machine, rank, *options) for rank, machine in enumerate(two)]
+    nodes[0].until("step  40", 90)
+    two[1].link("down")
+    for program in nodes:
+        program.until("starting again", 60)
+    for number, program in enumerate(nodes):
+        program.until(f"waiting for node {1 - number}", 20)
+    two[1].link("up")
+    assert [program.wait(120) for program in nodes] == [0, 0], [program.output() for program in nodes]
+    assert steps(tmp_path / "out") == list(range(10, 301, 10)), "each step once"
+
+
+def real(machine: Machine, rank: int, *arguments: Any, **environ: str) -> Program:
+    """The real project, as node `rank` of 2; one process."""
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "1", "MASTER_ADDR": "10.77.0.1", **environ}
+    return machine.start("bash", TEMPLATE / "launch_node.sh", *arguments, PYTHONDONTWRITEBYTECODE="1", **variables)
+
+
+def test_help_names_what_decides_over_restarts() -> None:
+    done = subprocess.run(["bash", TEMPLATE / "launch_node.sh", "--help"], capture_output=True, text=True)
+    assert "--max-restarts" in done.stdout and "START_GRACE" in done.stdout

@@ -1,0 +1,961 @@
+"""Every option of config.py takes effect, or is refused in one line that says what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
+import torch._inductor.config
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils import tensorboard  # noqa: F401  the same
+from torch.utils.data import Dataset, get_worker_info
+
+import data
+import main
+from config import Config, parse
+from ddp import step
+from ddp.errors import UsageError
+from ddp.group import Group, join
+from ddp.launch import Placement, launch
+from ddp.loader import TrainLoader
+from ddp.step import seed_everything
+from faults import fault
+from processes import Ranks, on_ranks, train
+
+OPTIONS = {item.name: item for item in fields(Config)}
+SHOWN: dict[str, list[str]] = {}  # option -> the tests that show its effect
+
+
+def shows(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test as one that shows that these options take effect."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        for option in options:
+            SHOWN.setdefault(option, []).append(test.__name__)
+        return test
+
+    return mark
+
+
+def test_every_option_has_a_test_of_its_effect() -> None:
+    untested, gone = OPTIONS.keys() - SHOWN.keys(), SHOWN.keys() - OPTIONS.keys()
+    assert not untested, f"write a test of the effect of {sorted(untested)}, marked with @shows"
+    assert not gone, f"@shows names options that config.py does not have: {sorted(gone)}"
+
+
+# ---- runs to look at ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """A run that has ended: its folder, and what it printed."""
+
+    folder: Path
+    output: str
+
+    def lines(self, split: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of this split."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["split"] == split]
+
+    def rates(self) -> list[float]:
+        return [line["lr"] for line in self.lines("train")]
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint."""
+        return sorted(int(path.stem.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("*.pt"))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The newest one."""
+        path = self.folder / "checkpoints" / f"step_{self.steps()[-1]:08d}.pt"
+        return torch.load(path, weights_only=True)
+
+    def weights(self) -> Tensor:
+        return flat(self.checkpoint()["model"])
+
+
+def flat(weights: dict[str, Tensor]) -> Tensor:
+    """All of them in one row; float64, so that small differences stay exact."""
+    return torch.cat([tensor.double().flatten() for tensor in weights.values()])
+
+
+def run(folder: Path, *options: Any, world_size: int = 1, code: int = 0) -> Outcome:
+    """Train on the synthetic data, on the CPU, into `folder`; later options override these."""
+    shared = ("--dataset", "synthetic", "--device", "cpu", "--output-dir", folder)
+    return Outcome(folder, train(world_size, *shared, *options, code=code))
+
+
+# Plain gradient descent: after one step the weights are w - lr * gradient, which arithmetic can check.
+PLAIN = ("--lr-schedule", "constant", "--warmup-epochs", 0, "--momentum", 0, "--weight-decay", 0, "--lr", 0.1)
+ONE_STEP = (*PLAIN, "--max-steps", 1)
+
+
+def first_weights(*options: Any) -> Tensor:
+    """The weights before the first step."""
+    config = parse([str(option) for option in ("--dataset", "synthetic", *options)])
+    train_set, _ = main.load_datasets(config)
+    with torch.random.fork_rng():
+        seed_everything(config.seed)
+        return flat(main.build_model(config, train_set).state_dict())
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, path: Path, look: Callable[..., Any]) -> Callable[[], list[Any]]:
+    """Write what look(model, inputs, outputs) says of each forward pass to `path`; returns a reader of it."""
+    build = main.build_model
+
+    def build_watched(config: Config, train_set: Any) -> nn.Module:
+        def note(model: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+            with path.open("a") as file:
+                file.write(json.dumps(look(model, inputs[0], outputs)) + "\n")
+
+        model = build(config, train_set)
+        model.register_forward_hook(note)
+        return model
+
+    monkeypatch.setattr(main, "build_model", build_watched)
+    return lambda: [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small: a second thread would only wait for a core."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def no_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what is refused here works with the GPU of this machine")
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=1e-3, atol=1e-6)
+
+
+# ---- reading the command line ---------------------------------------------------------------------------------------
+
+# For each option a value that is not its default; None for those that take none.
+VALUES: dict[str, str | None] = {
+    **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
+    **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
+    **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
+    **dict(precision="bf16", compile=None, channels_last=None, sync_bn=None, comm_hook="powersgd", profile=None),
+    **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
+    **dict(seed="4", deterministic=None, strict_resume=None),
+    **dict(device="cpu", backend="gloo", nproc="2", timeout="30", local_rank="0"),
+    **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
+}
+TOGETHER = ("rank", "world_size", "init_method")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_hyphens_and_underscores_and_both_ways_to_give_a_value_mean_the_same(name: str) -> None:
+    value = VALUES[name]
+    others = [f"--{other}={VALUES[other]}" for other in TOGETHER if name in TOGETHER and other != name]
+    read = []
+    for flag in ("--" + name, "--" + name.replace("_", "-")):
+        for arguments in [[flag]] if value is None else [[flag, value], [f"{flag}={value}"]]:
+            read.append(getattr(parse([*others, *arguments]), name))
+    assert read == [read[0]] * len(read)
+    assert read[0] != OPTIONS[name].default
+
+
+def test_values_keep_their_underscores_and_hyphens() -> None:
+    config = parse(["--output_dir", "a_b-c", "--data_dir=d_e-f"])
+    assert (config.output_dir, config.data_dir) == ("a_b-c", "d_e-f")
+
+
+def test_the_defaults_are_those_of_config() -> None:
+    defaults = {name: item.default for name, item in OPTIONS.items()}
+    defaults["output_dir"] = "runs/cifar10-ToyModel"
+    assert asdict(parse([])) == defaults
+    assert parse(["--dataset=synthetic", "--model=resnet18"]).output_dir == "runs/synthetic-resnet18"
+
+
+def test_the_last_of_two_values_counts() -> None:
+    assert parse(["--epochs", "3", "--epochs", "4"]).epochs == 4
+
+
+HUGE = "9" * 400
+
+# The command line, and what its message has to name: the option, and what is allowed.
+BAD_VALUES: list[tuple[str, list[str]]] = [
+    ("--dataset mnist", ["--dataset", "'mnist'", "cifar10", "synthetic", "imagefolder"]),
+    ("--data-dir=", ["--data-dir", "path"]),
+    ("--batch-size 0", ["--batch-size", "'0'", "whole number from 1"]),
+    ("--batch-size 1.5", ["--batch-size", "'1.5'", "whole number from 1"]),
+    ("--batch_size -8", ["--batch-size", "'-8'", "whole number from 1"]),
+    ("--batch-size many", ["--batch-size", "'many'", "whole number from 1"]),
+    ("--workers -1", ["--workers", "'-1'", "whole number from 0"]),
+    ("--image-size 4", ["--image-size", "'4'", "whole number from 8"]),
+    ("--epochs 0", ["--epochs", "'0'", "whole number from 1"]),
+    ("--epochs", ["--epochs", "expected one argument"]),
+    ("--max-steps 0", ["--max-steps", "'0'", "whole number from 1"]),
+    ("--lr 0", ["--lr", "'0'", "number above 0"]),
+    ("--lr nan", ["--lr", "'nan'", "number above 0"]),
+    ("--lr=-inf", ["--lr", "'-inf'", "number above 0"]),
+    ("--lr 1e999", ["--lr", "'1e999'", "number above 0"]),
+    ("--lr fast", ["--lr", "'fast'", "number above 0"]),
+    ("--momentum 1.1", ["--momentum", "'1.1'", "number from 0 to 1"]),
+    ("--weight-decay -0.1", ["--weight-decay", "'-0.1'", "number from 0"]),
+    ("--lr-schedule linear", ["--lr-schedule", "'linear'", "cosine", "constant"]),
+    ("--warmup-epochs -1", ["--warmup-epochs", "'-1'", "number from 0"]),
+    ("--warmup-epochs 11 --epochs 10", ["--warmup-epochs 11", "--epochs 10"]),
+    ("--grad-accum-steps 0", ["--grad-accum-steps", "'0'", "whole number from 1"]),
+    ("--clip-grad 0", ["--clip-grad", "'0'", "number above 0"]),
+    ("--evaluate --resume never", ["--evaluate", "--resume never"]),
+    ("--evaluate=yes", ["--evaluate", "'yes'"]),
+    ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16", "fp16"]),
+    ("--compile=inductor", ["--compile", "'inductor'"]),
+    ("--sync-bn --device cpu", ["--sync-bn", "--device cpu"]),
+    ("--comm-hook int8", ["--comm-hook", "'int8'", "none", "fp16", "bf16", "powersgd"]),
+    ("--output-dir=", ["--output-dir", "path"]),
+    ("--resume .", ["--resume", "'.'", "auto", "never", "path"]),
+    ("--checkpoint-every 0", ["--checkpoint-every", "'0'", "whole number from 1"]),
+    ("--keep-checkpoints 1", ["--keep-checkpoints", "'1'", "whole number from 2"]),
+    ("--log-every 0", ["--log-every", "'0'", "whole number from 1"]),
+    ("--seed -1", ["--seed", "'-1'", "whole number from 0 to 4294967295"]),
+    ("--seed 4294967296", ["--seed", "'4294967296'", "whole number from 0 to 4294967295"]),
+    ("--device tpu", ["--device", "'tpu'", "auto", "cuda", "cpu"]),
+    ("--backend smddp", ["--backend", "'smddp'", "auto", "nccl", "gloo", "mpi"]),
+    ("--backend nccl --device cpu", ["--backend nccl", "--device cuda"]),
+    ("--nproc 0", ["--nproc", "'0'", "whole number from 1"]),
+    ("--nproc 2 --local-rank 0", ["--nproc", "--local-rank"]),
+    ("--rank 0", ["--rank", "--world-size", "--init-method"]),
+    ("--world-size 2 --rank 0", ["--rank", "--world-size", "--init-method"]),
+    ("--rank 2 --world-size 2 --init-method file:///tmp/x", ["--rank 2", "--world-size 2"]),
+    ("--nproc 2 --rank 0 --world-size 2 --init-method file:///tmp/x", ["--nproc", "--rank"]),
+    ("--local-rank -1", ["--local-rank", "'-1'", "whole number from 0"]),
+    ("--init-method localhost:23456", ["--init-method", "'localhost:23456'", "tcp://HOST:PORT", "file:///PATH"]),
+    ("--init-method tcp://host:99999", ["--init-method", "'tcp://host:99999'", "tcp://HOST:PORT"]),
+    ("--timeout 1e300", ["--timeout", "'1e300'", "number from 1"]),
+    ("--timeout 0", ["--timeout", "'0'", "number from 1"]),
+    ("--learning-rate 0.1", ["--learning-rate", "--help"]),
+    ("--epoch 3", ["--epoch", "--help"]),  # abbreviations break when an option is added
+    ("train", ["train", "--help"]),
+]
+
+
+@fault(33)
+@pytest.mark.parametrize(
+    ("command_line", "named"),
+    [
+        *BAD_VALUES,
+        pytest.param(f"--epochs {HUGE}", ["--epochs"], id="--epochs 10^400"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line_that_says_what_is_allowed(command_line: str, named: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(command_line.split())
+    message = str(raised.value)
+    assert raised.value.exit_code == 2
+    assert "\n" not in message
+    assert [part for part in named if part not in message] == [], message
+
+
+def test_every_option_that_takes_a_value_has_a_bad_one_here() -> None:
+    tested = {name.replace("_", "-") for line, _ in BAD_VALUES for name in re.findall(r"--([\w-]+)", line)}
+    takes_a_value = {name.replace("_", "-") for name, item in OPTIONS.items() if item.default is not False}
+    # Which models there are torchvision knows, and config.py does not wait for it: it has a test of its own below.
+    assert takes_a_value - tested == {"model"}
+
+
+def shell(*arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("program", ["config.py", "main.py"])
+def test_the_program_exits_2_with_one_line_on_stderr(program: str, template: Path) -> None:
+    result = shell(program, "--momentum", "1.5", "--nproc", 4, folder=template)
+    assert result.returncode == 2
+    assert result.stderr == "error: --momentum: '1.5' is not a number from 0 to 1; see --help\n"
+    assert result.stdout == ""
+
+
+def test_a_line_break_in_a_value_makes_no_second_line(template: Path) -> None:
+    result = shell("config.py", "--precision", "a\nb", folder=template)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_options_are_checked_without_torch(template: Path) -> None:
+    result = shell("-X", "importtime", "config.py", "--epochs", 3, "--precision=bf16", folder=template)
+    assert result.returncode == 0
+    assert result.stdout == ""
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert {"argparse", "ddp.errors"} <= imported
+    assert not {name for name in imported if name.partition(".")[0] in ("torch", "torchvision", "numpy")}
+
+
+def test_of_many_processes_one_says_that_a_value_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_torchrun_starts_it(placement: Placement) -> int:
+        os.environ |= {"RANK": str(placement.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(placement.rank)}
+        return launch(main.main)
+
+    monkeypatch.setattr(sys, "argv", ["main.py", "--epochs", "none"])
+    ranks = Ranks(2, as_torchrun_starts_it)
+    assert ranks.wait() == [2, 2]
+    assert ranks.output() == "error: --epochs: 'none' is not a whole number from 1; see --help\n"
+
+
+def test_of_many_processes_one_says_that_an_option_cannot_be_followed(tmp_path: Path, small: None) -> None:
+    output = run(tmp_path, "--model", "resnet1", world_size=2, code=2).output
+    assert output.startswith("error: --model resnet1: ")
+    assert output.count("\n") == 1
+
+
+# ---- help -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as raised:
+        parse(["--help"])
+    assert raised.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_the_options_in_their_groups(help_text: str) -> None:
+    group, found = "", {}
+    for line in help_text.splitlines():
+        if title := re.fullmatch(r"(\w+):", line):
+            group = title[1]
+        if option := re.match(r"  --([\w-]+)", line):
+            found[option[1].replace("-", "_")] = group
+    assert list(dict.fromkeys(found.values())) == ["data", "training", "speed", "run", "distributed"]
+    assert list(found) == list(OPTIONS)
+    assert (found["data_dir"], found["clip_grad"], found["comm_hook"]) == ("data", "training", "speed")
+    assert (found["resume"], found["timeout"]) == ("run", "distributed")
+
+
+def test_help_gives_every_default_and_every_choice(help_text: str) -> None:
+    parts = re.split(r"\n  (?=--)", help_text)[1:]
+    for part, (name, item) in zip(parts, OPTIONS.items(), strict=True):
+        words = " ".join(part.split())
+        assert words.startswith("--" + name.replace("_", "-"))
+        if item.default is not None and item.default is not False:
+            default = "runs/DATASET-MODEL" if name == "output_dir" else item.default
+            assert f"(default: {default})" in words
+        for choice in item.metadata["choices"]:
+            assert choice in words
+
+
+@pytest.mark.parametrize(
+    ("option", "unit"),
+    [
+        *[("batch-size", "samples"), ("image-size", "pixels"), ("epochs", "passes"), ("max-steps", "optimizer steps")],
+        *[("warmup-epochs", "epochs"), ("checkpoint-every", "steps"), ("log-every", "steps"), ("timeout", "seconds")],
+    ],
+)
+def test_help_gives_the_unit(help_text: str, option: str, unit: str) -> None:
+    part = next(part for part in re.split(r"\n  (?=--)", help_text) if part.startswith(f"--{option} "))
+    assert unit in part
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+@shows("dataset", "data_dir")
+def test_the_images_of_data_dir_are_trained_on(tmp_path: Path) -> None:
+    for part, count in (("train", 6), ("val", 2)):
+        for name in ("cat", "dog"):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (32, 32)).save(tmp_path / "images" / part / name / f"{number}.png")
+    options = ("--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--batch-size", 4, "--workers", 0)
+    outcome = run(tmp_path / "out", *options, "--epochs", 1)
+    assert "imagefolder: 12 training samples, 4 test samples" in outcome.output
+    assert outcome.checkpoint()["model"]["fc3.bias"].shape == (2,)
+
+
+@shows("batch_size")
+def test_the_batch_size_is_per_process_and_the_global_batch_is_printed(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--batch-size", 20, "--epochs", 1, world_size=2)
+    assert "global batch 40 = 2 processes x 20; 16 steps an epoch" in outcome.output
+    assert outcome.steps() == [16]
+
+
+class WhoReads(Dataset):
+    """Eight samples, each of which says how many DataLoader processes there are."""
+
+    in_memory = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        worker = get_worker_info()
+        return torch.tensor(worker.num_workers if worker else 0), 0
+
+
+@shows("workers")
+def test_workers_is_the_number_of_processes_that_read_data() -> None:
+    in_memory, from_files = WhoReads(), WhoReads()
+    in_memory.in_memory = True
+
+    def readers(group: Group) -> list[set[int]]:
+        read = []
+        for options, dataset in (((), in_memory), ((), from_files), (("--workers=0",), from_files)):
+            loader = TrainLoader(dataset, parse(["--batch-size=2", *options]), group)
+            read.append({int(number) for batches in loader.steps(0) for numbers, _ in batches for number in numbers})
+        three = TrainLoader(in_memory, parse(["--batch-size=2", "--workers=3"]), group)
+        return [*read, {int(number) for batches in three.steps(0) for numbers, _ in batches for number in numbers}]
+
+    memory, files, none, three = on_ranks(1, readers, "--device", "cpu")[0]
+    assert (memory, none, three) == ({0}, {0}, {3})
+    assert files == {max(1, min(8, os.cpu_count() or 1))}
+
+
+@shows("image_size")
+def test_images_are_resized_and_the_model_is_sized_to_them(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(monkeypatch, tmp_path / "seen", lambda model, inputs, outputs: list(inputs.shape))
+    outcome = run(tmp_path, "--image-size", 48, "--max-steps", 1)
+    assert seen()[0] == [64, 3, 48, 48]
+    assert outcome.checkpoint()["model"]["fc1.weight"].shape == (120, 16 * 9 * 9)
+
+
+def test_an_image_size_that_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
+    assert run(tmp_path, "--image-size", 15, code=2).output == "error: --image-size 15: ToyModel needs at least 16\n"
+    output = run(tmp_path, "--model", "alexnet", code=2).output
+    assert output.startswith("error: --model alexnet cannot take --batch-size 64 of --image-size 32: ")
+    assert "224" in output
+    assert output.count("\n") == 1
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@shows("model")
+def test_a_model_of_torchvision_is_trained_sized_to_the_classes(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--model", "shufflenet_v2_x0_5", "--batch-size", 8, "--max-steps", 2, world_size=2)
+    assert "shufflenet_v2_x0_5, 352,042 weights" in outcome.output
+    weights = outcome.checkpoint()["model"]
+    assert weights["fc.weight"].shape == (10, 1024)
+    assert weights["conv1.1.num_batches_tracked"] == 2
+
+
+def test_an_unknown_model_is_refused_with_the_list_of_models(tmp_path: Path) -> None:
+    output = run(tmp_path, "--model", "resnet", code=2).output
+    assert output.startswith("error: --model resnet: ")
+    assert {"ToyModel", "resnet18", "vit_b_16"} <= set(re.findall(r"\w+", output))
+    assert output.count("\n") == 1
+
+
+def test_a_batch_too_small_for_batchnorm_is_refused(tmp_path: Path, small: None) -> None:
+    output = run(tmp_path, "--model", "shufflenet_v2_x0_5", "--batch-size", 1, "--max-steps", 1, code=2).output
+    assert "--batch-size" in output
+    assert output.count("\n") == 1
+
+
+@shows("epochs")
+def test_every_epoch_is_trained_and_evaluated(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--epochs", 3)
+    assert [(line["epoch"], line["step"]) for line in outcome.lines("test")] == [(1, 10), (2, 20), (3, 30)]
+    assert outcome.checkpoint()["epoch"] == 3
+
+
+@shows("max_steps")
+def test_max_steps_ends_the_run_in_mid_epoch_and_leaves_the_schedule_as_it_is(tmp_path: Path, small: None) -> None:
+    stopped = run(tmp_path / "stopped", "--epochs", 2, "--max-steps", 13, "--log-every", 1)
+    whole = run(tmp_path / "whole", "--epochs", 2, "--log-every", 1)
+    assert stopped.steps()[-1] == 13
+    assert stopped.rates() == whole.rates()[:13]
+
+
+@shows("lr")
+def test_a_step_goes_as_far_as_the_learning_rate_says(tmp_path: Path, small: None) -> None:
+    slow = run(tmp_path / "slow", *ONE_STEP, "--lr", 0.02, "--log-every", 1)
+    fast = run(tmp_path / "fast", *ONE_STEP, "--lr", 0.06, "--log-every", 1)
+    start = first_weights()
+    assert (slow.rates(), fast.rates()) == ([0.02], [0.06])
+    assert (slow.weights() - start).norm() > 1e-3
+    assert close(fast.weights() - start, 3 * (slow.weights() - start))
+
+
+@shows("momentum")
+def test_momentum_adds_a_part_of_the_step_before(tmp_path: Path, small: None) -> None:
+    one = run(tmp_path / "one", *ONE_STEP).weights()
+    two = run(tmp_path / "two", *PLAIN, "--max-steps", 2).weights()
+    with_momentum = run(tmp_path / "with", *PLAIN, "--max-steps", 2, "--momentum", 0.7).weights()
+    assert close(with_momentum - two, 0.7 * (one - first_weights()))
+
+
+@shows("weight_decay")
+def test_weight_decay_draws_the_weights_to_zero(tmp_path: Path, small: None) -> None:
+    without = run(tmp_path / "without", *ONE_STEP).weights()
+    decayed = run(tmp_path / "decayed", *ONE_STEP, "--weight-decay", 0.3).weights()
+    assert close(decayed - without, -0.1 * 0.3 * first_weights())
+
+
+@shows("clip_grad")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_gradient_is_clipped_to_its_norm_after_unscaling(tmp_path: Path, small: None, precision: str) -> None:
+    outcome = run(tmp_path, *ONE_STEP, "--clip-grad", 0.01, "--precision", precision)
+    assert (outcome.weights() - first_weights()).norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
+
+
+@shows("lr_schedule")
+def test_after_the_warm_up_the_learning_rate_falls_along_a_cosine_or_stays(tmp_path: Path, small: None) -> None:
+    options = ("--epochs", 1, "--warmup-epochs", 0, "--lr", 0.5, "--log-every", 1)
+    cosine = run(tmp_path / "cosine", *options, "--lr-schedule", "cosine")
+    constant = run(tmp_path / "constant", *options, "--lr-schedule", "constant")
+    expected = [0.25 * (1 + math.cos(math.pi * (step + 0.5) / 10)) for step in range(10)]
+    assert cosine.rates() == pytest.approx(expected)
+    assert constant.rates() == [0.5] * 10
+
+
+@shows("warmup_epochs")
+def test_the_learning_rate_rises_during_the_warm_up(tmp_path: Path, small: None) -> None:
+    options = ("--epochs", 1, "--lr-schedule", "constant", "--lr", 0.5, "--log-every", 1)
+    rates = run(tmp_path, *options, "--warmup-epochs", 0.5).rates()
+    assert rates == pytest.approx([0.05, 0.15, 0.25, 0.35, 0.45, 0.5, 0.5, 0.5, 0.5, 0.5])
+
+
+@shows("scale_lr")
+def test_the_learning_rate_is_scaled_with_the_global_batch(tmp_path: Path, small: None) -> None:
+    options = (*ONE_STEP, "--scale-lr", "--lr", 0.02, "--log-every", 1, "--batch-size", 32, "--grad-accum-steps", 3)
+    outcome = run(tmp_path, *options, world_size=2)
+    assert outcome.rates() == pytest.approx([0.02 * (2 * 32 * 3) / 64])
+    assert "learning rate 0.06" in outcome.output
+
+
+@shows("grad_accum_steps")
+def test_accumulation_all_reduces_in_the_last_pass_only(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+
+    def note(event: str, group: Group) -> None:
+        with path.open("a") as file:
+            file.write(f"{group.rank} {event}\n")
+
+    def wrap_and_count(model: nn.Module, config: Config, group: Group) -> Any:
+        def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            if bucket.is_last():
+                note("all-reduce", group)
+            return default_hooks.allreduce_hook(None, bucket)
+
+        ddp_model = step.wrap(model, config, group)
+        ddp_model.register_comm_hook(None, reduce)
+        ddp_model.register_forward_hook(lambda *_: note("forward", group))
+        return ddp_model
+
+    monkeypatch.setattr(main, "wrap", wrap_and_count)
+    run(tmp_path / "out", "--grad-accum-steps", 3, "--batch-size", 8, "--max-steps", 2, world_size=2)
+    for rank in range(2):
+        events = [line[2:] for line in path.read_text().splitlines() if line[0] == str(rank)]
+        assert events == ["forward", "forward", "forward", "all-reduce"] * 2
+
+
+def test_accumulation_gives_the_step_of_the_whole_batch(tmp_path: Path, small: None) -> None:
+    whole = run(tmp_path / "whole", *PLAIN, "--max-steps", 3, "--batch-size", 60)
+    parts = run(tmp_path / "parts", *PLAIN, "--max-steps", 3, "--batch-size", 20, "--grad-accum-steps", 3)
+    assert close(parts.weights(), whole.weights())
+    assert (whole.weights() - first_weights()).norm() > 0.01
+
+
+@shows("evaluate")
+def test_evaluate_reports_what_training_did_and_changes_nothing(tmp_path: Path, small: None) -> None:
+    trained = run(tmp_path, "--epochs", 1)
+    score = trained.lines("test")[-1]
+
+    def files() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
+
+    before = files()
+    output = run(tmp_path, "--evaluate", world_size=2).output
+    assert f"loss {score['loss']:.4f}  accuracy {score['accuracy']:.4f}" in output
+    assert "  train  " not in output
+    assert files() == before
+
+
+@shows("evaluate")
+def test_the_checkpoint_whose_path_is_given_is_evaluated(tmp_path: Path, small: None) -> None:
+    trained = run(tmp_path / "trained", "--epochs", 2)
+    first, second = ([line[name] for name in ("loss", "accuracy")] for line in trained.lines("test"))
+    assert first != second
+    path = tmp_path / "trained" / "checkpoints" / "step_00000010.pt"
+    output = run(tmp_path / "other", "--evaluate", "--resume", path).output
+    assert "loss {:.4f}  accuracy {:.4f}".format(*first) in output
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_checkpoint_of_the_run_itself_can_be_evaluated(tmp_path: Path, small: None) -> None:
+    run(tmp_path, "--epochs", 1)
+    assert "  test   " in run(tmp_path, "--evaluate", "--resume", tmp_path / "best.pt").output
+
+
+def test_evaluation_does_not_mind_a_batch_larger_than_the_training_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 40, "test": 101})
+    run(tmp_path, "--batch-size", 20, "--epochs", 1)
+    assert "  test   " in run(tmp_path, "--evaluate", "--batch-size", 64).output
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path, small: None) -> None:
+    """Rank 0 looks: on the other machines the file need not be."""
+    output = run(tmp_path, "--resume", tmp_path / "nowhere.pt", code=4).output
+    assert "nowhere.pt cannot be used: it cannot be read: No such file or directory" in output
+
+
+def test_evaluate_needs_a_checkpoint(tmp_path: Path, small: None) -> None:
+    output = run(tmp_path / "new", "--evaluate", code=2).output
+    assert re.search(r"^error: --evaluate: no checkpoint in .*new/checkpoints.*--resume PATH\n\Z", output, re.MULTILINE)
+    assert not (tmp_path / "new").exists()
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+@shows("precision")
+@pytest.mark.parametrize(
+    ("precision", "outputs"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16"), ("fp16", "torch.float16")]
+)
+def test_precision_is_that_of_the_outputs_while_weights_stay_fp32(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, precision: str, outputs: str
+) -> None:
+    seen = watch(monkeypatch, tmp_path / "seen", lambda model, inputs, outputs: str(outputs.dtype))
+    outcome = run(tmp_path, "--precision", precision, "--max-steps", 2)
+    assert set(seen()) == {outputs}  # in training and in evaluation
+    checkpoint = outcome.checkpoint()
+    assert {tensor.dtype for tensor in checkpoint["model"].values()} == {torch.float32}
+    assert ("scale" in checkpoint["scaler"]) is (precision == "fp16")
+
+
+def test_a_step_in_fp16_that_overflows_is_skipped_and_the_scale_is_halved(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Steep(nn.Module):
+        """Its gradient, 65536 times, is more than fp16 can hold."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3 * 32 * 32, 10)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.last(images.flatten(1)) * 4000
+
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: Steep())
+    checkpoint = run(tmp_path, *ONE_STEP, "--precision", "fp16").checkpoint()
+    assert checkpoint["scaler"]["scale"] == 2**15
+    with torch.random.fork_rng():
+        seed_everything(0)
+        assert torch.equal(checkpoint["model"]["last.weight"], Steep().last.weight)
+
+
+class TwoWays(nn.Module):
+    """Runs one layer when it is compiled, the other when it is not: the one that has learned tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interpreted = nn.Linear(3 * 32 * 32, 10, bias=False)
+        self.compiled = nn.Linear(3 * 32 * 32, 10, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (self.compiled if torch.compiler.is_compiling() else self.interpreted)(images.flatten(1))
+
+
+@shows("compile")
+@pytest.mark.parametrize("options", [[], ["--compile"]], ids=["interpreted", "compiled"])
+def test_the_model_is_compiled_and_the_names_of_its_weights_stay(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    if options and not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip("--compile on the CPU needs g++, which is not installed here")
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: TwoWays())
+    with torch._inductor.config.patch(compile_threads=1):  # no pool of compilers to outlive the rank
+        after = run(tmp_path, *ONE_STEP, *options).checkpoint()["model"]
+    with torch.random.fork_rng():
+        seed_everything(0)
+        before = TwoWays().state_dict()
+    learned = {name for name in before if not torch.equal(before[name], after[name])}
+    assert learned == {"compiled.weight" if options else "interpreted.weight"}
+
+
+def test_compile_without_a_compiler_is_refused(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    output = run(tmp_path / "out", "--compile", code=3).output
+    assert output == "error: --compile needs a C++ compiler on the CPU: install g++, or leave --compile out\n"
+
+
+@shows("channels_last")
+@pytest.mark.parametrize("options", [[], ["--image-size", 40]], ids=["as they are", "resized"])
+def test_images_and_convolutions_are_in_channels_last_order(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, options: list[Any]
+) -> None:
+    def order(model: Any, inputs: Tensor, outputs: Tensor) -> list[bool]:
+        parts = (inputs, model.conv2.weight)
+        return [part.is_contiguous(memory_format=torch.channels_last) and not part.is_contiguous() for part in parts]
+
+    seen = watch(monkeypatch, tmp_path / "seen", order)
+    plain = run(tmp_path / "plain", *ONE_STEP, *options)
+    assert set(map(tuple, seen())) == {(False, False)}
+    (tmp_path / "seen").unlink()
+    reordered = run(tmp_path / "reordered", *ONE_STEP, *options, "--channels-last")
+    assert set(map(tuple, seen())) == {(True, True)}  # in training and in evaluation
+    assert close(reordered.weights(), plain.weights())
+
+
+@shows("sync_bn")
+def test_sync_bn_without_a_gpu_is_refused(tmp_path: Path, small: None, no_gpu: None) -> None:
+    output = run(tmp_path, "--sync-bn", "--device", "auto", "--model", "resnet18", code=2).output
+    assert output == "error: --sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; leave it out\n"
+
+
+@shows("sync_bn")
+def test_sync_bn_converts_the_model() -> None:
+    def refusal(group: Group) -> str:
+        config = parse(["--sync-bn"])
+        try:
+            step.wrap(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), config, group)
+        except ValueError as error:  # DDP's own: that it complains on a CPU shows that the model was converted
+            return str(error)
+        return ""
+
+    assert "SyncBatchNorm" in on_ranks(1, refusal, "--device", "cpu")[0]
+
+
+@shows("comm_hook")
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_gradients_are_rounded_on_the_network(tmp_path: Path, small: None, hook: str) -> None:
+    plain = run(tmp_path / "plain", *ONE_STEP, "--batch-size", 8, world_size=2).weights()
+    rounded = run(tmp_path / "rounded", *ONE_STEP, "--batch-size", 8, "--comm-hook", hook, world_size=2).weights()
+    gone = (plain - first_weights()).norm()
+    assert 0 < (rounded - plain).norm() < 0.01 * gone
+
+
+@shows("comm_hook")
+def test_powersgd_compresses_from_its_first_step_on(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "POWERSGD_START", 2)
+    weights = {}
+    for hook in ("none", "powersgd"):
+        for steps in (2, 3):
+            options = (*PLAIN, "--batch-size", 8, "--max-steps", steps, "--comm-hook", hook)
+            weights[hook, steps] = run(tmp_path / f"{hook}{steps}", *options, world_size=2).weights()
+    assert torch.equal(weights["powersgd", 2], weights["none", 2])
+    apart = (weights["powersgd", 3] - weights["none", 3]).norm()
+    assert 0 < apart < (weights["none", 3] - weights["none", 2]).norm()
+
+
+@shows("profile")
+def test_a_profile_shows_what_steps_10_to_15_do(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--batch-size", 16, "--max-steps", 18, "--profile")
+    path = tmp_path / "profile" / "trace.json"
+    assert f"profile of steps 10 to 15: {path}" in outcome.output
+    events = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert "aten::conv2d" in events
+    assert {int(name.partition("#")[2]) for name in events if str(name).startswith("ProfilerStep#")} == {*range(9, 15)}
+
+
+def test_a_run_too_short_for_a_profile_says_so(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--max-steps", 3, "--profile")
+    assert "warning: --profile: the run was over before step 10" in outcome.output
+    assert not (tmp_path / "profile" / "trace.json").exists()
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+
+
+@shows("output_dir")
+def test_all_that_a_run_writes_is_in_its_output_dir(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(tmp_path / "out" / "new", "--max-steps", 1)
+    assert list((tmp_path / "here").iterdir()) == []
+    written = {path.name for path in (tmp_path / "out" / "new").iterdir() if not path.name.startswith(".")}
+    assert written == {"best.pt", "checkpoints", "config.json", "metrics.jsonl", "status.json", "tensorboard"}
+
+
+@shows("resume")
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, small: None) -> None:
+    run(tmp_path, "--max-steps", 3, "--log-every", 1)
+    again = run(tmp_path, "--max-steps", 5, "--log-every", 1)
+    assert f"going on from {tmp_path}/checkpoints/step_00000003.pt" in again.output
+    assert [line["step"] for line in again.lines("train")] == [1, 2, 3, 4, 5]
+
+
+@shows("resume")
+def test_resume_never_refuses_a_folder_with_checkpoints_and_takes_a_new_one(tmp_path: Path, small: None) -> None:
+    assert run(tmp_path, "--resume", "never", "--max-steps", 1).steps() == [1]
+    output = run(tmp_path, "--resume", "never", "--max-steps", 2, code=2).output
+    assert output.startswith("error: --resume never: ")
+    assert run(tmp_path, "--max-steps", 1).steps() == [1]
+
+
+@shows("resume")
+def test_a_run_starts_from_the_checkpoint_whose_path_is_given(tmp_path: Path, small: None) -> None:
+    first = run(tmp_path / "first", "--max-steps", 2)
+    path = tmp_path / "first" / "checkpoints" / "step_00000002.pt"
+    other = run(tmp_path / "other", "--max-steps", 3, "--resume", path)
+    assert f"going on from {path}, at step 2" in other.output
+    assert (first.steps(), other.steps()) == ([2], [3])
+    unbroken = run(tmp_path / "unbroken", "--max-steps", 3)
+    assert torch.equal(other.weights(), unbroken.weights())
+
+
+@shows("checkpoint_every")
+def test_checkpoints_are_written_every_few_steps_and_after_every_epoch(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--checkpoint-every", 4, "--keep-checkpoints", 9, "--epochs", 2)
+    assert outcome.steps() == [4, 8, 10, 12, 16, 20]
+
+
+@shows("keep_checkpoints")
+def test_the_newest_few_checkpoints_are_kept(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--checkpoint-every", 4, "--keep-checkpoints", 2, "--epochs", 2)
+    assert outcome.steps() == [16, 20]
+    assert (tmp_path / "best.pt").exists()
+
+
+@shows("log_every")
+def test_every_few_steps_a_line_is_logged(tmp_path: Path, small: None) -> None:
+    outcome = run(tmp_path, "--log-every", 3, "--epochs", 1)
+    assert [line["step"] for line in outcome.lines("train")] == [3, 6, 9]
+    assert outcome.output.count("  train  ") == 3
+
+
+@shows("seed")
+def test_the_seed_makes_the_run(tmp_path: Path, small: None) -> None:
+    options = (*ONE_STEP, "--lr", 1e-6)  # a step too small to go far from the weights that the seed has made
+    ones = [run(tmp_path / name, *options, "--seed", 1).weights() for name in ("a", "b")]
+    two = run(tmp_path / "c", *options, "--seed", 2).weights()
+    assert torch.equal(*ones)
+    assert close(ones[0], first_weights("--seed", 1))
+    assert close(two, first_weights("--seed", 2))
+    assert not close(ones[0], two)
+
+
+@shows("deterministic")
+def test_deterministic_refuses_what_has_no_deterministic_algorithm(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unpools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3 * 32 * 32, 10)
+
+        def forward(self, images: Tensor) -> Tensor:
+            pooled, indices = F.max_pool2d(images, 2, return_indices=True)
+            return self.last(F.max_unpool2d(pooled, indices, [2, 2]).flatten(1))
+
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: Unpools())
+    run(tmp_path / "free", *ONE_STEP)
+    output = run(tmp_path / "strict", *ONE_STEP, "--deterministic", code=1).output
+    assert "does not have a deterministic implementation" in output
+
+
+@shows("strict_resume")
+def test_strict_resume_refuses_another_number_of_processes(tmp_path: Path, small: None) -> None:
+    run(tmp_path, "--batch-size", 8, "--max-steps", 2, world_size=2)
+    options = ("--batch-size", 8, "--max-steps", 3)
+    output = run(tmp_path, *options, "--strict-resume", code=4).output
+    assert "--strict-resume, and the number of processes was 2, is 1" in output
+    assert "warning: the checkpoint was made by 2" in run(tmp_path, *options).output
+    assert run(tmp_path, *options, "--strict-resume", "--max-steps", 4).steps()[-1] == 4
+
+
+# ---- distributed ----------------------------------------------------------------------------------------------------
+
+
+def say_where(config: Config, placement: Placement) -> None:
+    """In place of main.main: joins the group and prints what it finds there, one line a rank."""
+    with join(config, placement) as group:
+        everyone = group.gather(group.rank)
+        print(json.dumps([group.rank, group.local_rank, group.device.type, group.backend, everyone]))
+
+
+def placed(world_size: int, *options: Any, code: int = 0) -> list[Any] | str:
+    """What say_where says, by rank, of processes started with these options; {rank} in them is the number."""
+
+    def target(placement: Placement) -> int:
+        sys.argv = ["main.py", *(str(option).format(rank=placement.rank) for option in options)]
+        return launch(say_where)
+
+    ranks = Ranks(world_size, target)
+    assert ranks.wait() == [code] * world_size, ranks.output()
+    return ranks.output() if code else [json.loads(ranks.output(rank)) for rank in range(world_size)]
+
+
+@shows("rank", "world_size", "init_method", "local_rank")
+def test_arguments_give_a_process_its_place(tmp_path: Path) -> None:
+    meet = ("--world-size", 3, "--device", "cpu", "--init-method", f"file://{tmp_path}/meet")
+    found = placed(3, "--rank", "{rank}", "--local-rank", "1{rank}", *meet)
+    assert found == [[rank, 10 + rank, "cpu", "gloo", [0, 1, 2]] for rank in range(3)]
+
+
+@shows("device", "backend")
+def test_device_and_backend_are_those_asked_for() -> None:
+    assert placed(1, "--device", "cpu", "--backend", "gloo") == [[0, 0, "cpu", "gloo", [0]]]
+    assert placed(1, "--device", "cpu") == [[0, 0, "cpu", "gloo", [0]]]
+
+
+@fault(30)
+@shows("device", "backend")
+@pytest.mark.parametrize(("option", "value"), [("--device", "cuda"), ("--backend", "nccl")])
+def test_a_gpu_that_is_not_there_is_missed_at_once(
+    tmp_path: Path, small: None, no_gpu: None, option: str, value: str
+) -> None:
+    if value == "nccl" and not dist.is_nccl_available():
+        pytest.skip("this torch was built without NCCL")
+    output = run(tmp_path, "--device", "auto", option, value, code=3).output
+    assert output.startswith(f"error: {option} {value}: torch finds no GPU here")
+    assert output.count("\n") == 1
+
+
+@shows("backend")
+def test_a_backend_that_torch_was_built_without_is_refused_with_those_it_has(tmp_path: Path, small: None) -> None:
+    if dist.is_mpi_available():
+        pytest.skip("this torch was built with MPI")
+    output = run(tmp_path, "--backend", "mpi", code=2).output
+    assert re.fullmatch(r"error: --backend mpi: this torch was built with gloo.* only\n", output)
+
+
+@pytest.mark.slow
+@shows("timeout")
+def test_a_process_waits_for_the_others_as_long_as_timeout_says(tmp_path: Path) -> None:
+    took = {}
+    for seconds in (1, 5):
+        meet = ("--rank", 0, "--world-size", 2, "--device", "cpu", "--init-method", f"file://{tmp_path}/{seconds}")
+        start = time.monotonic()
+        output = placed(1, *meet, "--timeout", seconds, code=3)
+        took[seconds] = time.monotonic() - start
+        assert "waited in vain for all of 2 processes" in output
+        assert "--timeout" in output
+    assert 1 <= took[1] < 60  # the default is 600
+    assert took[5] - took[1] > 2
+
+
+@pytest.mark.slow
+@shows("nproc")
+@pytest.mark.slow
+def test_nproc_starts_processes_here(tmp_path: Path, template: Path) -> None:
+    options = ("--nproc", 2, "--dataset", "synthetic", "--device", "cpu", "--max-steps", 1, "--output-dir", tmp_path)
+    result = shell("main.py", *options, folder=template)
+    assert result.returncode == 0, result.stderr
+    assert "global batch 128 = 2 processes x 64" in result.stdout
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"

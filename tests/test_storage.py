@@ -1,0 +1,570 @@
+"""Checkpoints on disks that fail: flipped, torn, full, read-only, shared; and written while the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.tensorboard import SummaryWriter
+
+import main
+from config import parse
+from ddp import checkpoint
+from ddp.folder import Folder
+from ddp.state import digest
+from faults import fault
+from processes import Ranks, start, train
+from small_models import Awkward, build_awkward, build_slow_awkward
+
+SYNTHETIC = ["--dataset", "synthetic"]
+
+
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread prints as it fails is heard: pytest's hooks, which a forked rank inherits, would keep it."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+
+
+def checkpoints(output: Path) -> list[Path]:
+    return sorted((output / "checkpoints").glob("step_*.pt"))
+
+
+def weights_and_momentum(path: Path) -> str:
+    """SHA-256 of all model and optimizer tensors of a checkpoint."""
+    content = checkpoint.read(path)
+    return digest([content["model"], content["optimizer"]])
+
+
+def temporary_files(output: Path) -> list[Path]:
+    return [path for path in output.rglob("*") if ".tmp" in path.name]
+
+
+def status(output: Path) -> dict[str, Any]:
+    return json.loads((output / "status.json").read_text())
+
+
+def logged(output: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what depends on the speed of the machine."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line.get(name) for name in ("step", "split", "epoch", "loss", "accuracy", "lr")} for line in lines]
+
+
+def the_error(ranks: Ranks) -> str:
+    """The one line that says what went wrong. Fails if there are others, a traceback, or noise of a thread."""
+    output = ranks.output()
+    (line,) = [line for line in output.splitlines() if "error: " in line]
+    for noise in ("Traceback", "Exception", "Errno", "Thread"):
+        assert noise not in output, output
+    return line
+
+
+def until(condition: Callable[[], Any], ranks: Ranks, timeout: float = 60) -> None:
+    """Wait until `condition` holds. Fails with the run's output if it never does."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"it never came:\n{ranks.output()}"
+        time.sleep(0.005)
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---- mounts ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(path: Path) -> Iterator[None]:
+    """Whatever the block mounts at `path` is gone after it. Skips the test where nothing can be mounted."""
+    if os.geteuid() != 0:
+        assert not os.environ.get("CI"), "in CI this test must run, but it needs root to mount a file system"
+        pytest.skip("needs root to mount a file system")
+    try:
+        yield
+    finally:
+        while os.path.ismount(path) or str(path) in Path("/proc/self/mounts").read_text():
+            if subprocess.run(["umount", "--lazy", path], capture_output=True).returncode != 0:
+                break
+
+
+def mount(*arguments: Any) -> None:
+    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def make_read_only(path: Path) -> None:
+    """For everyone, root too: what is opened below `path` from now on cannot be written."""
+    mount("--bind", path, path)
+    mount("-o", "remount,ro,bind", path)
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room that is left on the disk of `folder`."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    with mounted(path):
+        mount("-t", "tmpfs", "-o", "size=8M", "tmpfs", path)
+        yield path
+
+
+# ---- damaged files --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 2 processes with checkpoints of steps 2, 4 and 6."""
+    import data
+
+    sizes, data.SYNTHETIC_SIZES = data.SYNTHETIC_SIZES, {"train": 640, "test": 101}
+    output = tmp_path_factory.mktemp("trained")
+    train(2, *SYNTHETIC, "--checkpoint-every", 2, "--max-steps", 6, "--output-dir", output)
+    data.SYNTHETIC_SIZES = sizes
+    return output
+
+
+def flips(size: int, count: int) -> Iterator[tuple[int, int]]:
+    """`count` times a place, spread over `size` bytes, and what to xor the byte there with: each value in its turn."""
+    generator = random.Random(0)
+    values = [1 + number % 255 for number in range(count)]
+    generator.shuffle(values)
+    for number, value in enumerate(values):
+        yield generator.randrange(number * size // count, (number + 1) * size // count), value
+
+
+@contextmanager
+def flipped(path: Path, place: int, value: int) -> Iterator[None]:
+    with path.open("r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, place)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ value]), place)
+        yield
+        os.pwrite(file.fileno(), bytes([byte]), place)
+
+
+@fault(4)
+def test_a_thousand_flipped_bytes_are_a_thousand_noticed(trained: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(checkpoints(trained)[-1], tmp_path))
+    noticed, places = 0, set()
+    for place, value in flips(path.stat().st_size, 1000):
+        with flipped(path, place, value):
+            try:
+                checkpoint.verify(path)
+            except checkpoint.BadCheckpoint:
+                noticed += 1
+        places.add(place)
+    checkpoint.verify(path)  # all was put back
+    assert (noticed, len(places)) == (1000, 1000)
+
+
+@pytest.mark.slow
+@fault(3, 4)
+def test_a_run_falls_back_wherever_its_newest_checkpoint_was_flipped(
+    trained: Path, small: None, tmp_path: Path
+) -> None:
+    """And then equals a run that nothing has happened to."""
+    options = [*SYNTHETIC, "--max-steps", 7, "--output-dir"]
+    train(2, *options, tmp_path / "whole")
+    expected = weights_and_momentum(checkpoints(tmp_path / "whole")[-1])
+    for place, value in flips(checkpoints(trained)[-1].stat().st_size, 20):
+        output = Path(shutil.copytree(trained, tmp_path / "run"))
+        newest = checkpoints(output)[-1]
+        with flipped(newest, place, value):
+            printed = train(2, *options, output)
+        assert f"warning: {newest} cannot be used" in printed and "at step 5" in printed, f"{place} {value}: {printed}"
+        assert weights_and_momentum(checkpoints(output)[-1]) == expected
+        shutil.rmtree(output)
+
+
+# ---- killed while it writes -----------------------------------------------------------------------------------------
+
+KILLS = 50
+STATE = 1 << 20  # numbers in the state that is written over and over: 4 MB
+
+
+def save_for_ever(config: Any, first: int, report: int) -> None:
+    """In a child process: save step after step, every third as the best, and say so in the pipe `report`."""
+    folder = Folder(config)
+    folder.open(config)
+    folder.find(config)
+    step = first
+    os.write(report, b"0\n")
+    while True:
+        content = {"format": checkpoint.FORMAT, "step": step, "model": {"weight": torch.full((STATE,), float(step))}}
+        folder.save({**content, "started_from": None}, best=step % 3 == 0)
+        os.write(report, f"{step}\n".encode())
+        step += 1
+
+
+@contextmanager
+def saving_child(config: Any, first: int) -> Iterator[tuple[int, Any]]:
+    """A child that saves for ever: its process id, and a file in which it reports. It is killed at the end."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            save_for_ever(config, first, write_end)
+        os._exit(1)
+    os.close(write_end)
+    with os.fdopen(read_end) as reports:
+        try:
+            yield pid, reports
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it had ended by itself"
+
+
+def seconds_of_a_save(config: Any) -> float:
+    with saving_child(config, 1) as (_, reports):
+        reports.readline()
+        begin = time.monotonic()
+        for _ in range(9):
+            reports.readline()
+        return (time.monotonic() - begin) / 9
+
+
+@pytest.mark.slow
+@fault(2)
+def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    duration = seconds_of_a_save(parse(["--output-dir", str(tmp_path / "measured")]))
+    output = tmp_path / "run"
+    config = parse(["--output-dir", str(output)])
+    whole = 4 * STATE
+    torn: list[float] = []  # of the temporary files that were found: how much of them was there
+    step = 0
+    for kill in range(KILLS):
+        with saving_child(config, step + 1) as (pid, reports):
+            completed = [int(reports.readline()) for _ in range(generator.randint(2, 3))][-1]
+            time.sleep(duration * (kill + generator.random()) / KILLS)
+            os.kill(pid, signal.SIGKILL)
+            completed = max([completed, *map(int, reports.read().split())])  # up to its end
+        torn += [path.stat().st_size / whole for path in temporary_files(output)]
+        for path in (*checkpoints(output), *output.glob("best.pt")):
+            checkpoint.verify(path)  # whatever has its final name is whole
+
+        folder = Folder(config)
+        folder.open(config)
+        assert not temporary_files(output), "what the killed one left is still there"
+        newest, content = folder.find(config)
+        folder.lock.close()
+        step = content["step"]
+        assert step >= completed, f"step {completed} was saved, the newest is {newest}"
+        assert torch.equal(content["model"]["weight"], torch.full((STATE,), float(step)))
+    print(f"a save takes {1000 * duration:.0f} ms; {len(torn)} of {KILLS} kills left a temporary file")
+    assert len(torn) >= KILLS // 4, f"too few of the kills hit a write: {torn}"
+    assert len({round(part, 1) for part in torn}) >= 2, f"they all hit the same moment of it: {torn}"
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@fault(7)
+def test_a_run_on_a_full_disk_ends_with_7_and_goes_on_once_there_is_room(
+    small: None, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three checkpoints of 0.5 MB fit, and no fourth."""
+    monkeypatch.setattr(main, "build_model", build_slow_toy)
+    options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 1, "--output-dir"]
+    train(2, *options, tmp_path / "whole")
+    output = disk / "run"
+    mount("-o", "remount,size=1900K", disk)
+    ranks = start(2, *options, output)
+    assert ranks.wait() == [7, 7], ranks.output()
+    line = the_error(ranks)
+    assert f"cannot write {output / 'checkpoints' / 'step_00000016.pt'}: No space left on device" in line
+    needed, free = map(float, re.search(r"([\d.]+) MB needed, ([\d.]+) MB free", line).groups())
+    assert needed == pytest.approx(0.5, abs=0.1) and free < needed
+    assert "make room, then give the same command again" in line
+    assert [path.name for path in checkpoints(output)] == [f"step_{step:08d}.pt" for step in (4, 8, 12)]
+    for path in checkpoints(output):
+        checkpoint.read(path)
+    assert not temporary_files(output)
+    told = status(output)
+    assert (told["state"], told["exit_code"], told["saved"]) == ("failed", 7, 12)
+
+    mount("-o", "remount,size=8M", disk)
+    assert "at step 12" in train(2, *options, output)
+    assert weights_and_momentum(checkpoints(output)[-1]) == weights_and_momentum(checkpoints(tmp_path / "whole")[-1])
+    assert logged(output) == logged(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@fault(7)
+@pytest.mark.parametrize("log_every", [1, 10**6])
+def test_a_disk_that_fills_up_between_two_saves_ends_the_run_with_7(
+    small: None, log_every: int, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While only metrics are written; or, with nothing to log, at the next checkpoint."""
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    every = ["--checkpoint-every", 30, "--log-every", log_every]
+    ranks = start(2, *SYNTHETIC, "--batch-size", 2, *every, "--output-dir", disk / "run")
+    until(lambda: checkpoints(disk / "run"), ranks)
+    time.sleep(0.1)
+    before = {path: path.read_bytes() for path in checkpoints(disk / "run")}
+    fill(disk)
+    assert ranks.wait() == [7, 7], ranks.output()
+    line = the_error(ranks)
+    assert f"cannot write {disk / 'run'}" in line and "No space left on device" in line and "MB free" in line
+    assert {path: path.read_bytes() for path in checkpoints(disk / "run")} == before
+    assert not temporary_files(disk)
+    assert status(disk / "run")["state"] in ("running", "failed"), "status.json is JSON, though perhaps an old one"
+
+
+@pytest.mark.slow
+@fault(7)
+def test_a_disk_that_is_full_before_tensorboard_flushes_ends_the_run_with_7_and_its_thread_is_silent(
+    small: None, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread, which would print a traceback of its own."""
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    write = SummaryWriter.add_scalar
+
+    def add_many(self: SummaryWriter, name: str, value: Any, step: int) -> None:
+        for number in range(20):  # enough to leave the buffer
+            write(self, f"{name}/{number}", value, step)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_many)
+    monkeypatch.setattr(Folder, "write_status", lambda *arguments, **named: None)  # it would notice first
+    ranks = start(2, *SYNTHETIC, "--batch-size", 2, "--log-every", 1, "--output-dir", disk / "run")
+    until(lambda: len(read_lines(disk / "run" / "metrics.jsonl")) > 5, ranks)
+    fill(disk)
+    assert ranks.wait() == [7, 7], ranks.output()
+    assert "No space left on device" in the_error(ranks)
+
+
+@pytest.mark.slow
+@fault(7)
+def test_a_run_does_not_begin_on_a_full_disk(small: None, disk: Path) -> None:
+    fill(disk)
+    ranks = start(2, *SYNTHETIC, "--output-dir", disk / "run")
+    assert ranks.wait() == [3, 3], ranks.output()
+    assert f"cannot write to the output folder {disk / 'run'}: No space left on device" in the_error(ranks)
+
+
+# ---- a folder that cannot be written --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@fault(8)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_read_only_folder_is_refused_within_seconds(there: bool, tmp_path: Path) -> None:
+    """Whether it is there already or would have to be made."""
+    output = tmp_path / "disk" / "run"
+    (output if there else output.parent).mkdir(parents=True)
+    with mounted(tmp_path / "disk"):
+        make_read_only(tmp_path / "disk")
+        begin = time.monotonic()
+        ranks = start(2, *SYNTHETIC, "--output-dir", output)
+        assert ranks.wait() == [3, 3], ranks.output()
+        assert time.monotonic() - begin < 8
+    line = the_error(ranks)
+    assert f"cannot write to the output folder {output}: Read-only file system; choose another --output-dir" in line
+    assert len(ranks.output().splitlines()) == 1, "nothing else was said, so nothing was trained"
+
+
+@pytest.mark.slow
+@fault(8)
+@pytest.mark.parametrize("part", ["run", "run/checkpoints"])
+def test_a_folder_that_becomes_read_only_in_mid_run_ends_it_with_7(
+    small: None, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    output = tmp_path / "run"
+    options = [*SYNTHETIC, "--batch-size", 4, "--checkpoint-every", 20, "--log-every", 10, "--output-dir", output]
+    ranks = start(2, *options)
+    with mounted(tmp_path / part):
+        until(lambda: checkpoints(output), ranks)
+        make_read_only(tmp_path / part)
+        assert ranks.wait() == [7, 7], ranks.output()
+    line = the_error(ranks)
+    assert f"cannot write {output}" in line and "Read-only file system" in line
+    for path in checkpoints(output):
+        checkpoint.read(path)
+    train(2, *options, "--max-steps", 41)
+    assert not temporary_files(output)
+
+
+# ---- saving beside the training -------------------------------------------------------------------------------------
+
+
+def build_slow_toy(config: Any, train_set: Any) -> torch.nn.Module:
+    """ToyModel with 5 ms more a step."""
+    from model import build_model
+
+    model = build_model(config, train_set)
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+    return model
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, output: Path, before: float = 0.0, after: float = 0.0) -> Path:
+    """Let each write take so many seconds more, before its first byte and before its last.
+
+    Returns the file in which the process notes of each: begin or end, its step, and the last step in metrics.jsonl.
+    """
+    save, write, notes = torch.save, checkpoint.write, output.parent / "notes"
+
+    def note(what: str, content: Any) -> None:
+        last = [line["step"] for line in logged(output)][-1:] if (output / "metrics.jsonl").exists() else []
+        with notes.open("a") as file:
+            file.write(f"{what} {content['step']} {last[0] if last else 0}\n")
+
+    def slow_save(content: Any, *arguments: Any, **named: Any) -> None:
+        beside = threading.current_thread() is not threading.main_thread()  # where tensors are pickled with it
+        time.sleep(before * beside)
+        save(content, *arguments, **named)
+        time.sleep(after * beside)
+
+    def noted_write(path: Path, content: Any) -> None:
+        note("begin", content)
+        try:
+            write(path, content)
+        finally:
+            note("end", content)
+
+    monkeypatch.setattr(torch, "save", slow_save)
+    monkeypatch.setattr(checkpoint, "write", noted_write)
+    return notes
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_a_checkpoint_is_written(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is written is the state of its step, although the weights, BatchNorm and momentum have changed since."""
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    options = [*SYNTHETIC, "--batch-size", 4, "--log-every", 1, "--output-dir"]
+    train(2, *options, tmp_path / "stopped there", "--max-steps", 30)
+    notes = slow_writes(monkeypatch, tmp_path / "run", before=0.6, after=0.6)
+    train(2, *options, tmp_path / "run", "--max-steps", 60, "--checkpoint-every", 30)
+    begin, end = (line.split() for line in read_lines(notes)[:2])
+    assert begin[:2] == ["begin", "30"] and end[:2] == ["end", "30"]
+    assert int(end[2]) - int(begin[2]) >= 10, "no step was made during the write"
+    path = tmp_path / "run" / "checkpoints" / "step_00000030.pt"
+    assert weights_and_momentum(path) == weights_and_momentum(checkpoints(tmp_path / "stopped there")[-1])
+
+
+@pytest.mark.slow
+def test_one_checkpoint_is_written_at_a_time_and_in_their_order(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves that come faster than they can be written wait for each other. The last one is waited for at the end."""
+    notes = slow_writes(monkeypatch, tmp_path, after=0.3)
+    begin = time.monotonic()
+    train(2, *SYNTHETIC, "--checkpoint-every", 1, "--max-steps", 5, "--keep-checkpoints", 9, "--output-dir", tmp_path)
+    assert time.monotonic() - begin > 5 * 0.3
+    order = [line.split()[:2] for line in read_lines(notes)]
+    assert order == [[what, str(step)] for step in range(1, 6) for what in ("begin", "end")]
+    assert [checkpoint.read(path)["step"] for path in checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
+    assert (status(tmp_path)["state"], status(tmp_path)["saved"]) == ("done", 5)
+
+
+@pytest.mark.slow
+@fault(7)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon_and_not_at_the_next_one(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    options = ["--batch-size", 2, "--checkpoint-every", 60, "--log-every", 10**6, "--output-dir", tmp_path]
+    (tmp_path / "checkpoints").mkdir()
+    with mounted(tmp_path / "checkpoints"):
+        ranks = start(2, *SYNTHETIC, *options)
+        until(lambda: (tmp_path / "status.json").exists(), ranks)
+        make_read_only(tmp_path / "checkpoints")
+        assert ranks.wait() == [7, 7], ranks.output()
+    assert "Read-only file system" in the_error(ranks)
+    assert 60 <= status(tmp_path)["step"] < 110, "a second is 50 steps of 20 ms"
+
+
+class Poisoned(Awkward):
+    """One of its buffers, which no loss in training depends on, is not finite after so many steps."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.steps = getattr(self, "steps", 0) + self.training
+        if self.steps == 30:
+            self.layers[1].running_mean[0] = float("nan")
+        return super().forward(images)
+
+
+@pytest.mark.slow
+@fault(23)
+@pytest.mark.parametrize("what", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer"])
+def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_run_with_6(
+    small: None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if no loss says so: only the state that is about to be saved does."""
+    model = Poisoned if what.startswith("model") else Awkward
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: model(10, pause=0.02))
+    steps = 0
+
+    def poison(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 40 and what.startswith("optimizer"):
+            next(iter(optimizer.state.values()))["momentum_buffer"].view(-1)[0] = float("inf")
+
+    hook = register_optimizer_step_post_hook(poison)
+    options = ["--batch-size", 2, "--checkpoint-every", 20, "--log-every", 10**6, "--output-dir", tmp_path]
+    ranks = start(2, *SYNTHETIC, *options)
+    hook.remove()
+    assert ranks.wait() == [6, 6], ranks.output()
+    line = the_error(ranks)
+    assert f"{what} is not finite any more" in line and "step_00000020.pt" in line
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020.pt"]
+    assert not temporary_files(tmp_path)
+    assert 40 <= status(tmp_path)["step"] < 90, "a second is 50 steps of 20 ms"
+
+
+# ---- two runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@fault(24)
+def test_a_second_run_in_one_folder_is_refused_and_the_first_is_not_disturbed(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 3, "--log-every", 1, "--output-dir"]
+    monkeypatch.setattr(main, "build_model", build_awkward)
+    train(2, *options, tmp_path / "alone")
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    first = start(2, *options, tmp_path / "run")
+    until(lambda: checkpoints(tmp_path / "run"), first)
+    for _ in range(2):
+        second = start(2, *options, tmp_path / "run")
+        assert second.wait() == [5, 5], second.output()
+        assert f"another run (process {first.pids[0]} on " in the_error(second)
+        assert len(second.output().splitlines()) == 1
+    assert os.waitpid(first.pids[0], os.WNOHANG) == (0, 0), "the first had ended before the second was refused"
+    assert first.wait() == [0, 0], first.output()
+    assert weights_and_momentum(checkpoints(tmp_path / "run")[-1]) == weights_and_momentum(
+        checkpoints(tmp_path / "alone")[-1]
+    )
+    assert logged(tmp_path / "run") == logged(tmp_path / "alone")
+    assert "all is done already" in train(2, *options, tmp_path / "run"), "the folder is free again"

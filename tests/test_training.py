@@ -1,0 +1,337 @@
+"""Training and evaluation mean what they say, for any number of processes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import main
+from config import parse
+from ddp import checkpoint
+from ddp.loader import TestLoader, TrainLoader
+from ddp.metrics import Meter
+from faults import fault
+from processes import on_ranks, start, train
+from small_models import build_awkward
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+
+
+def lines(output: Path, split: str) -> list[dict[str, Any]]:
+    every = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in every if line["split"] == split]
+
+
+def newest_model(output: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))["model"]
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the README tells a newcomer to type: a real start of two processes, three epochs."""
+    output = tmp_path_factory.mktemp("first") / "run"
+    command = ["bash", TEMPLATE / "launch_node.sh", "--nproc-per-node", "2", "--"]
+    command += ["--dataset", "synthetic", "--epochs", "3", "--output-dir", output]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+@pytest.mark.slow
+def test_the_first_run_learns(first_run: Path) -> None:
+    assert lines(first_run, "test")[-1]["accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_first_run_leaves_the_files_that_the_readme_names(first_run: Path) -> None:
+    names = {path.name for path in first_run.iterdir() if not path.name.startswith(".")}
+    assert names == {"best.pt", "checkpoints", "config.json", "metrics.jsonl", "status.json", "tensorboard"}
+    assert sorted(path.name for path in (first_run / "checkpoints").iterdir()) == [
+        *("step_00000078.pt", "step_00000156.pt", "step_00000234.pt")
+    ]
+    status = json.loads((first_run / "status.json").read_text())
+    assert status.pop("pid") > 0 and status.pop("host")
+    assert status == {"state": "done", "exit_code": 0, "step": 234, "epoch": 3, "saved": 234, "message": ""}
+    config = json.loads((first_run / "config.json").read_text())
+    assert config["options"]["epochs"] == 3 and config["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}", config["git_commit"] or "0" * 40)
+
+
+@pytest.mark.slow
+def test_metrics_have_the_fields_that_the_readme_names(first_run: Path) -> None:
+    steps = [line["step"] for line in lines(first_run, "train")]
+    assert steps == [50, 100, 150, 200]
+    assert set(lines(first_run, "train")[0]) == {
+        *("step", "epoch", "split", "loss", "accuracy", "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb")
+    }
+    assert set(lines(first_run, "test")[0]) == {"step", "epoch", "split", "loss", "accuracy", "count"}
+    assert [(line["step"], line["epoch"], line["count"]) for line in lines(first_run, "test")] == [
+        *((78, 1, 2000), (156, 2, 2000), (234, 3, 2000))
+    ]
+    line = lines(first_run, "train")[-1]
+    assert 0 <= line["data_ms"] < line["step_ms"] and line["memory_mb"] > 100
+    assert line["samples_per_s"] == pytest.approx(128 / (line["step_ms"] / 1000), rel=0.01)
+
+
+@pytest.mark.slow
+def test_tensorboard_finds_the_scalars_at_their_steps(first_run: Path) -> None:
+    events = EventAccumulator(str(first_run / "tensorboard"))
+    events.Reload()
+    for split in ("train", "test"):
+        written = [(line["step"], line["loss"]) for line in lines(first_run, split)]
+        found = [(event.step, event.value) for event in events.Scalars(f"{split}/loss")]
+        assert [step for step, _ in found] == [step for step, _ in written]
+        assert [value for _, value in found] == pytest.approx([value for _, value in written], rel=1e-6)
+    assert {"train/lr", "train/samples_per_s", "test/accuracy"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.slow
+def test_best_pt_needs_nothing_but_torch_and_model_py(first_run: Path) -> None:
+    """The three lines of the README, importing torch and model.py only; it scores what the run reported."""
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(TEMPLATE)!r})
+from model import ToyModel
+model = ToyModel()
+model.load_state_dict(torch.load({str(first_run / "best.pt")!r}, weights_only=True)["model"])
+model.eval()
+assert not [name for name in sys.modules if name.split(".")[0] in ("ddp", "config", "data", "main", "torchvision")]
+from config import parse
+from data import load_datasets
+test_set = load_datasets(parse(["--dataset", "synthetic"]))[1]
+images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))), None)
+print((model(images).argmax(1) == targets).double().mean().item())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == max(line["accuracy"] for line in lines(first_run, "test"))
+
+
+@fault(18)
+def test_evaluation_counts_each_sample_once_for_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with BatchNorm whose buffers differ between ranks: rank 0's count."""
+    import data
+
+    def evaluated(n: int) -> Any:
+        def on_rank(group: Any) -> tuple[float, float, float]:
+            config = parse(["--dataset", "synthetic", "--batch-size", "16"])
+            test_set = data.load_datasets(config)[1]
+            torch.manual_seed(0)
+            model = build_awkward(config, test_set)
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.add_(group.rank)  # as if training had let them drift apart
+            loader = TestLoader(test_set, config, group)
+            scores = main.evaluate(model, loader, config, group)
+            meter = Meter(group)
+            for _, targets in loader:
+                meter.add({"loss": torch.zeros(()), "count": len(targets)})
+            return scores["loss"], scores["accuracy"], meter.take()["count"].item()
+
+        return on_rank
+
+    for n in (1, 7, 100, 101):
+        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "test": n})
+        results = [result for world_size in (1, 2, 3) for result in on_ranks(world_size, evaluated(n))]
+        assert len(results) == 6
+        for loss, accuracy, count in results:
+            assert count == n
+            assert accuracy == results[0][1]
+            assert loss == pytest.approx(results[0][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_same_global_batch_gives_the_same_weights_with_1_and_2_processes(
+    accumulation: int, small: None, tmp_path: Path
+) -> None:
+    options = ["--dataset", "synthetic", "--max-steps", 20, "--lr", 0.1, "--output-dir"]
+    train(1, *options, tmp_path / "one", "--batch-size", 32)
+    train(2, *options, tmp_path / "two", "--batch-size", 16 // accumulation, "--grad-accum-steps", accumulation)
+    one, two = newest_model(tmp_path / "one"), newest_model(tmp_path / "two")
+    start_of_all = checkpoint.read(tmp_path / "one" / "checkpoints" / "step_00000020.pt")
+    assert start_of_all["step"] == 20
+    for name in one:
+        assert torch.allclose(one[name], two[name], atol=1e-5, rtol=0), name
+
+
+def test_the_logged_loss_is_the_mean_over_all_ranks(small: None, tmp_path: Path) -> None:
+    """With a learning rate of next to nothing, the mean over an epoch's steps does not depend on who computed it."""
+    options = ["--dataset", "synthetic", "--epochs", 1, "--lr", 1e-9, "--output-dir"]
+    train(1, *options, tmp_path / "one", "--batch-size", 32, "--log-every", 20)
+    train(2, *options, tmp_path / "two", "--batch-size", 16, "--log-every", 20)
+    one, two = lines(tmp_path / "one", "train")[0], lines(tmp_path / "two", "train")[0]
+    assert one["step"] == two["step"] == 20
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["accuracy"] == one["accuracy"]
+
+
+@fault(23)
+def test_a_loss_that_is_not_finite_stops_every_rank_and_saves_nothing(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = main.compute_loss
+    calls = []
+
+    def diverging(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return compute(outputs, targets) * (math.nan if len(calls) > 12 else 1)
+
+    monkeypatch.setattr(main, "compute_loss", diverging)
+    options = ["--dataset", "synthetic", "--batch-size", 16, "--checkpoint-every", 5, "--log-every", 7]
+    output = train(2, *options, "--output-dir", tmp_path, code=6)
+    assert output.count("error:") == 1
+    assert "noticed at step 14" in output and "step_00000010.pt" in output
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        *("step_00000005.pt", "step_00000010.pt")
+    ]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 6)
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finite loss with an infinite gradient: the loss of that step would not show it."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def poison(parameters: Any, norm: float) -> Any:
+        first = next(iter(parameters))
+        first.grad.fill_(math.inf)
+        return clip([first], norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poison)
+    options = ["--dataset", "synthetic", "--checkpoint-every", 1, "--clip-grad", 1, "--output-dir", tmp_path]
+    assert "conv1.weight is not finite" in train(1, *options, code=6)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_ranks_take_the_same_number_of_steps_for_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody hangs and nobody crashes; no steps at all is refused."""
+    import data
+
+    for number, (n, world_size, batch) in enumerate([(7, 2, 3), (13, 3, 4), (12, 2, 6), (33, 2, 16)]):
+        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": n, "test": 5})
+        output = tmp_path / str(number)
+        train(world_size, "--dataset", "synthetic", "--epochs", 1, "--batch-size", batch, "--output-dir", output)
+        assert lines(output, "test")[0]["step"] == n // (world_size * batch)
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 7, "test": 5})
+    options = ["--dataset", "synthetic", "--batch-size", 4, "--output-dir", tmp_path / "none"]
+    output = train(2, *options, code=2)
+    assert output.count("error:") == 1 and "7 training samples do not fill one step of 8" in output
+
+
+@fault(24)
+def test_two_runs_cannot_share_a_folder(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from small_models import build_slow_awkward
+
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    options = ["--dataset", "synthetic", "--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path]
+    first = start(1, *options, "--checkpoint-every", 1)
+    while not (tmp_path / "checkpoints" / "step_00000001.pt").exists():
+        assert not first.codes
+    refused = train(1, *options, code=5)
+    assert f"another run (process {first.pids[0]} on " in refused and refused.count("\n") == 1
+    assert first.wait() == [0], first.output()
+
+
+@fault(8)
+def test_an_output_folder_that_cannot_be_written_is_refused_before_training(small: None, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    output = train(2, "--dataset", "synthetic", "--output-dir", tmp_path / "file" / "run", code=3)
+    assert "cannot write to the output folder" in output and output.count("error:") == 1
+
+
+def test_stale_temporary_files_go_at_the_next_start(small: None, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    stale = [tmp_path / "best.pt.tmp", tmp_path / "checkpoints" / "step_00000001.pt.tmp"]
+    for path in stale:
+        path.write_bytes(b"torn")
+    train(1, "--dataset", "synthetic", "--max-steps", 1, "--output-dir", tmp_path)
+    assert not any(path.exists() for path in stale)
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
+    """A real process on a pseudo-terminal of 100 columns; its lines stay whole beside the bar."""
+    command = [sys.executable, str(TEMPLATE / "main.py"), "--dataset", "synthetic", "--max-steps", "60", "--output-dir"]
+    piped = subprocess.run([*command, str(tmp_path / "pipe")], capture_output=True, text=True, timeout=120)
+    assert piped.returncode == 0 and piped.stderr == "" and "\r" not in piped.stdout
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    shown = b""
+    with subprocess.Popen([*command, str(tmp_path / "terminal")], stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while block := os.read(ours, 65536):
+                shown += block
+    assert process.returncode == 0
+    assert b"epoch 1/10:   0%|" in shown and b"/156 [" in shown
+    assert "train  loss" in piped.stdout and any(
+        re.match(r"epoch  1/10  step +50/1,560  train  loss", line) for line in re.split(r"[\r\n]+", shown.decode())
+    )
+
+
+# ---- the shape of the code ------------------------------------------------------------------------------------------
+
+
+def test_no_rank_test_outside_of_ddp() -> None:
+    compared = re.compile(r"rank\s*(==|!=|>|<)=?\s*\d|\b(if|not|while)\s+[\w.]*rank\s*:|is_main|is_rank_?zero|get_rank")
+    for name in ("main.py", "model.py", "data.py", "config.py"):
+        found = compared.search((TEMPLATE / name).read_text())
+        assert not found, f"{name} asks for the rank: {found}"
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level names of the modules that a file imports at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    assert imports(TEMPLATE / "model.py") - set(sys.stdlib_module_names) == {"torch", "torchvision"}
+    assert imports(TEMPLATE / "config.py") - set(sys.stdlib_module_names) == {"ddp"}
+    assert not imports(TEMPLATE / "data.py") & {"main", "model"}
+    for path in (TEMPLATE / "ddp").rglob("*.py"):
+        assert not imports(path) & {"main", "model", "data"}, path.name
+    for name in ("node", "round", "meeting", "visit", "network"):
+        assert "torch" not in imports(TEMPLATE / "ddp" / "launcher" / f"{name}.py"), "the launcher waits for torch"
+
+
+def test_files_are_readable_in_one_sitting() -> None:
+    for path in [*TEMPLATE.glob("*.py"), *(TEMPLATE / "ddp").rglob("*.py")]:
+        assert len(path.read_text().splitlines()) <= 350, path.name
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
+                assert (node.end_lineno or 0) - node.lineno < 50, f"{path.name}: {node.name}"
+
+
+def test_the_train_loader_is_the_only_owner_of_the_global_batch(small: None) -> None:
+    import data
+
+    def sizes(group: Any) -> tuple[int, int]:
+        config = parse(["--dataset", "synthetic", "--batch-size", "8", "--grad-accum-steps", "3"])
+        loader = TrainLoader(data.load_datasets(config)[0], config, group)
+        return loader.global_batch, loader.steps_per_epoch
+
+    assert on_ranks(2, sizes) == [(48, 13)] * 2

@@ -1,0 +1,9 @@
+"""What `launch_node.sh` ends in: one machine's part of a run. No torch in here, but in torchrun's own process.
+
+network.py    this machine on the network: its addresses, who holds a port
+visit.py      a node on its way to the meeting: what it says about itself, how it asks node 0
+meeting.py    node 0 compares what all are about to run, before anybody starts
+torchrun.py   torchrun's own process, quiet, and gone when the launcher is gone
+round.py      torchrun, its workers, and what they have left when all of them are gone
+node.py       rounds: meet, run, and start the whole job again when a process was lost
+"""

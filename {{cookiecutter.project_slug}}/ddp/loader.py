@@ -1,0 +1,224 @@
+"""Which sample goes to which process, in which order, from which position."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
+
+from config import Config
+from ddp.errors import UsageError
+from ddp.group import Group, plural
+from ddp.stop import SIGNALS, die_with_parent
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed out of numbers such as (seed, epoch): the same everywhere, unrelated for neighbours."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class ResumableSampler(DistributedSampler):
+    """torch's DistributedSampler that can start an epoch at a position, counted in samples of all ranks.
+
+    The order of an epoch is one permutation of (seed, epoch), and rank r of w takes every w-th entry, so after any
+    number of steps the entries used are the first `position` ones, whatever w is. What does not fill a global batch at
+    the end of the epoch is dropped.
+    """
+
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, seed: int) -> None:
+        super().__init__(dataset, world_size, rank, shuffle=True, seed=seed, drop_last=True)
+        self.length = len(dataset)  # type: ignore[arg-type]
+        self.first = rank
+        self.global_batch = global_batch
+
+    def steps_left(self, position: int) -> int:
+        """Optimizer steps from `position` to the end of the epoch."""
+        return (self.length - position) // self.global_batch
+
+    def set_position(self, epoch: int, position: int) -> None:
+        """Let the next iteration give this rank's part of order[position:]."""
+        self.set_epoch(epoch)
+        used = self.steps_left(position) * self.global_batch
+        # DistributedSampler gives order[rank:total_size:num_replicas], and checks its length against num_samples.
+        self.rank = position + self.first
+        self.total_size = position + used
+        self.num_samples = used // self.num_replicas
+
+
+class TrainLoader:
+    """Batches of this rank, on its device, in an order that depends on (seed, epoch) only.
+
+    A dataset gives whole batches by `__getitems__(indices)`, or samples by `__getitem__`. If it has
+    `prepare(batch, epoch)`, that turns a batch, already on the device, into (inputs, targets).
+    `wait_s` adds up the seconds in which the training waited for data.
+    """
+
+    def __init__(self, dataset: Dataset, config: Config, group: Group) -> None:
+        self.global_batch = group.world_size * config.batch_size * config.grad_accum_steps
+        seed = derive_seed(config.seed)  # the sampler adds the epoch: a plain seed 0 would become seed 1 in epoch 1
+        self.sampler = ResumableSampler(dataset, group.rank, group.world_size, self.global_batch, seed)
+        self.length = self.sampler.length
+        self.steps_per_epoch = self.sampler.steps_left(0)
+        # Else ranks would take different numbers of steps, and wait for each other.
+        group.check_same({"the number of training samples": self.length})
+        if self.steps_per_epoch == 0 and not config.evaluate:
+            processes = plural(group.world_size, "process", "es")
+            raise UsageError(
+                f"{self.length:,} training samples do not fill one step of {self.global_batch:,} ({processes} x "
+                f"--batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): lower one of them"
+            )
+        self.dataset = dataset
+        self.config = config
+        self.group = group
+        self.wait_s = 0.0
+
+    def steps(self, epoch: int, position: int = 0) -> Iterator[Iterator[Any]]:
+        """For each optimizer step from `position`, counted in samples of all ranks: its --grad-accum-steps batches."""
+        self.sampler.set_position(epoch, position)
+        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, epoch, self.group.rank))
+        dataset = _seeded(self.dataset, self.config.seed, epoch)
+        loader = _data_loader(dataset, self.sampler, self.config, self.group, generator)
+        batches = self._timed(_prepared(loader, self.dataset, epoch, self.group.device))
+        for _ in range(self.sampler.steps_left(position)):
+            yield islice(batches, self.config.grad_accum_steps)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+
+class TestLoader:
+    """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order."""
+
+    __test__ = False  # not a test of pytest
+
+    def __init__(self, dataset: Dataset, config: Config, group: Group) -> None:
+        self.dataset = dataset
+        self.length = len(dataset)  # type: ignore[arg-type]
+        group.check_same({"the number of test samples": self.length})
+        indices = range(group.rank, self.length, group.world_size)
+        self.loader = _data_loader(_seeded(dataset, config.seed, -1), indices, config, group)
+        self.common = self.length // group.world_size // config.batch_size  # batches that every rank has
+        self.group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        self.group.agreement.restart()
+        for number, batch in enumerate(_prepared(self.loader, self.dataset, None, self.group.device)):
+            yield batch
+            if number < self.common:
+                self.group.agreement.point()
+
+
+class _Seeded(Dataset):
+    """Samples drawn one by one, each with generators that are seeded by (seed, epoch, index).
+
+    So a dataset with random transforms is the same for any number of processes and workers, and after any resume.
+    """
+
+    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        samples = []
+        for index in indices:
+            seed = derive_seed(self.seed, self.epoch, index)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            samples.append(self.dataset[index])
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        return samples
+
+
+def _seeded(dataset: Any, seed: int, epoch: int) -> Any:
+    """`dataset`; wrapped if it gives samples, and not whole batches, which see to that themselves."""
+    innermost = dataset
+    while isinstance(innermost, Subset):
+        innermost = innermost.dataset
+    return dataset if hasattr(innermost, "__getitems__") else _Seeded(dataset, seed, epoch)
+
+
+def _data_loader(
+    dataset: Dataset, sampler: Any, config: Config, group: Group, generator: torch.Generator | None = None
+) -> DataLoader:
+    """torch's DataLoader, with a generator of its own: iter() would else draw from the global one."""
+    return DataLoader(
+        dataset,
+        batch_size=config.batch_size,
+        sampler=sampler,
+        num_workers=_workers(dataset, config, group),
+        collate_fn=_collate,
+        pin_memory=group.device.type == "cuda",
+        generator=generator or torch.Generator(),
+        worker_init_fn=partial(_begin_worker, parent=os.getpid()),
+        persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
+    )
+
+
+def _begin_worker(_: int, parent: int) -> None:
+    """In a DataLoader worker: every process of a job may be asked to stop, but the last step needs its batches."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    show = sys.excepthook
+    # When its process is killed, a thread that hands over batches may see that first, and would print a traceback.
+    sys.excepthook = lambda kind, error, trace: isinstance(error, ConnectionError) or show(kind, error, trace)
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it has died already; torch's own watch would take another process for it
+        os._exit(1)
+
+
+def _prepared(loader: DataLoader, dataset: Dataset, epoch: int | None, device: torch.device) -> Iterator[Any]:
+    """Batches on the device; `epoch` is None in evaluation."""
+    prepare = _inner(dataset, "prepare")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until _begin_worker, in the workers that now start
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for batch in batches:
+        batch = tuple(part.to(device, non_blocking=True) for part in batch)
+        yield prepare(batch, epoch) if prepare else batch
+
+
+def _workers(dataset: Dataset, config: Config, group: Group) -> int:
+    if config.workers is not None:
+        return config.workers
+    if _inner(dataset, "in_memory"):
+        return 0
+    return max(1, min(8, (os.cpu_count() or 1) // group.local_world_size))
+
+
+def _collate(batch: Any) -> Any:
+    """A whole batch, as `__getitems__` gives it, is a tuple; a list holds samples."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+def _inner(dataset: Any, name: str) -> Any:
+    """The attribute `name` of a dataset, also through torch's Subset; None if it has none."""
+    while not hasattr(dataset, name) and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return getattr(dataset, name, None)

@@ -1,0 +1,104 @@
+"""The model, its loss and its scores. Edit me.
+
+main.py needs build_model, compute_loss, sums, scores and figure_of_merit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ToyModel(nn.Module):
+    """The small network of PyTorch's CIFAR-10 tutorial.
+
+    Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
+    """
+
+    def __init__(self, classes: int = 10, image_size: int = 32) -> None:
+        super().__init__()
+        side = ((image_size - 4) // 2 - 4) // 2  # 5 for images of 32 x 32
+        if side < 1:
+            raise BadModel(f"--image-size {image_size}: ToyModel needs at least 16")
+        self.conv1 = nn.Conv2d(3, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.pool = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(16 * side * side, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images [b, 3, 32, 32], normalised -> logits [b, classes]."""
+        x = self.pool(F.relu(self.conv1(images)))  # [b, 6, 14, 14]
+        x = self.pool(F.relu(self.conv2(x)))  # [b, 16, 5, 5]
+        x = x.flatten(1)  # [b, 400]
+        x = F.relu(self.fc1(x))  # [b, 120]
+        x = F.relu(self.fc2(x))  # [b, 84]
+        return self.fc3(x)
+
+
+def build_model(config: Any, train_set: Any) -> nn.Module:
+    """The model that --model names, sized to the dataset, on the CPU. Raises BadModel if there is no such model."""
+    classes = len(train_set.classes)
+    if config.model == "ToyModel":
+        model: nn.Module = ToyModel(classes, config.image_size)
+    else:
+        model = _torchvision_model(config, classes)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []."""
+    return F.cross_entropy(outputs, targets)
+
+
+@torch.no_grad()
+def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """What is added up over batches and ranks, so that every sample counts the same. `loss` and `count` are needed."""
+    return {
+        "loss": loss.detach() * len(targets),
+        "correct": (outputs.argmax(1) == targets).sum(),
+        "count": len(targets),
+    }
+
+
+def scores(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The scores that are logged, out of added-up sums: the mean loss, and the accuracy in 0 to 1."""
+    count = sums["count"].item()
+    return {"loss": sums["loss"].item() / count, "accuracy": sums["correct"].item() / count}
+
+
+def figure_of_merit(scores: Mapping[str, float]) -> float:
+    """What best.pt is chosen by; higher is better."""
+    return scores["accuracy"]
+
+
+class BadModel(ValueError):
+    """A model that cannot be built. Its exit_code makes it one line without a traceback; see ddp/errors.py."""
+
+    exit_code = 2
+    on_every_rank = True
+
+
+def _torchvision_model(config: Any, classes: int) -> nn.Module:
+    import torchvision  # slow, and only needed here
+
+    name, size, batch = config.model, config.image_size, config.batch_size
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        raise BadModel(f"--model {name}: neither ToyModel nor one of torchvision's: {', '.join(names)}")
+    options: dict[str, Any] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        options |= {"aux_logits": False, "init_weights": True}  # one output, as the others have
+    model = torchvision.models.get_model(name, **options).train(not config.evaluate)
+    shapes = {key: tensor.to("meta") for key, tensor in model.state_dict().items()}
+    try:  # with shapes only, at no cost: a model that is too deep for small images fails here, at once
+        torch.func.functional_call(model, shapes, torch.empty(batch, 3, size, size, device="meta"))
+    except Exception as error:
+        tried = f"--model {name} cannot take --batch-size {batch} of --image-size {size}"
+        raise BadModel(f"{tried}: try larger ones, such as 64 of 224 ({error})") from error
+    return model
