@@ -37,7 +37,10 @@ def end(code, **info):
     message = {"message": f"rank {rank} has ended with {code}", "errorCode": code, "extraInfo": info}
     if code: (folder / "error.json").write_text(json.dumps({"message": message}))
     os._exit(code)
-def die(number=9): os.kill(os.getpid(), number)
+def die(number=9):  # once the others have come, too
+    others = [started / f"pid-{other}-{turn}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    while not all(other.exists() for other in others): time.sleep(0.01)
+    os.kill(os.getpid(), number)
 def stop(number, frame):
     print(f"rank {rank} got {signal.Signals(number).name}", flush=True)
     time.sleep(float(os.environ.get("SAVING", "0.5")))

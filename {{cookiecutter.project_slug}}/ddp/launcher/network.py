@@ -99,7 +99,7 @@ def holder(port: int) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
-                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                command = " ".join(words).strip()
+                program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                command = " ".join([Path(program).name, *arguments]).strip()
                 return f"pid {process.name} ({command[:79] + '…' if len(command) > 80 else command})"
     return "another process, perhaps of another user"
