@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset, TensorDataset,
 from torchvision.datasets import CIFAR10
 
 import data
+import ddp.workers
 import main
 from config import Config, parse
 from data import MEAN, STD, ImageFiles, ImagesInMemory
@@ -850,6 +853,28 @@ def test_processes_that_find_different_data_are_told_at_once(
 
 
 # ---- other datasets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_again(tmp_path: Path) -> None:
+    """As Python before 3.10.15 and 3.11.10 may; torch alone would wait for it for ever."""
+
+    def stand_still_once() -> None:
+        if len(multiprocessing.active_children()) == 1 and not (tmp_path / "stuck").exists():
+            (tmp_path / "stuck").write_text(str(os.getpid()))
+            time.sleep(600)
+
+    def result(group: Group) -> Any:
+        ddp.workers.PATIENCE_S = (1.0, 60.0)
+        os.register_at_fork(after_in_child=stand_still_once)
+        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 2), group)
+        without = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 0), group)
+        return [[batch[1].tolist() for step in each.steps(0) for batch in step] for each in (loader, without)]
+
+    [(found, expected)] = on_ranks(1, result, "--device=cpu")
+    assert found == expected and len(found) == 4
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "stuck").read_text()), 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

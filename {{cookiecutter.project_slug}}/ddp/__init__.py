@@ -2,6 +2,7 @@
 
     errors.py       exit codes, and errors that are one line
     ending.py       how a process ends: what it says, its exit code, what it leaves for its launcher
+    logs.py         OUT/logs/rank_N.log: all that a rank says
     stop.py         requests to stop: signals, a launcher that is gone, time that is up
     launch.py       who am I: rank, local rank, world size, from whatever started this process
     spawn.py        --nproc
@@ -12,6 +13,7 @@
     rendezvous.py   how the processes find each other, and the roll call
     agreement.py    whether all ranks stop at this step
     group.py        the process group: join it, talk in it, leave it
+    workers.py      the worker processes of a DataLoader
     loader.py       which sample goes to which process, in which order, from which position
     schedule.py     the learning rate
     step.py         what turns a model into one that trains: DDP, precision, accumulation, compression

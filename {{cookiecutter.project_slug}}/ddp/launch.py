@@ -15,6 +15,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from config import Config, parse
+from ddp import logs
 from ddp.ending import SILENT_S, ending, leave, understand
 from ddp.errors import RANK_VARIABLES, EnvironmentFailure, Failure, UsageError
 from ddp.stop import requests
@@ -204,22 +205,22 @@ def _settle_early(error: BaseException, placement: Placement) -> BaseException:
 
 def _set_up_logging(rank: int) -> None:
     """One logger that every rank may call: all from rank 0, warnings and worse, with their rank, from the others."""
-    tqdm.set_lock(
-        threading.RLock()
-    )  # tqdm's own is a semaphore of the system, of which a killed process leaves a trace
+    # tqdm's own is a semaphore of the system, of which a killed process leaves a trace.
+    tqdm.set_lock(threading.RLock())
     handler = _AboveTheBar(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     logger = logging.getLogger("ddp")
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO)
 
 
 class _AboveTheBar(logging.StreamHandler):
     """Prints lines without tearing a progress bar that may be on the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode():
+        with tqdm.external_write_mode(logs.console(sys.stderr)):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import signal
-import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, de
 from config import Config
 from ddp.errors import UsageError
 from ddp.group import Group, plural
-from ddp.stop import SIGNALS, die_with_parent
+from ddp.workers import started
 
 
 def derive_seed(*parts: int) -> int:
@@ -173,33 +170,14 @@ def _data_loader(
         collate_fn=_collate,
         pin_memory=group.device.type == "cuda",
         generator=generator or torch.Generator(),
-        worker_init_fn=partial(_begin_worker, parent=os.getpid()),
         persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
     )
-
-
-def _begin_worker(_: int, parent: int) -> None:
-    """In a DataLoader worker: every process of a job may be asked to stop, but the last step needs its batches."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    show = sys.excepthook
-    # When its process is killed, a thread that hands over batches may see that first, and would print a traceback.
-    sys.excepthook = lambda kind, error, trace: isinstance(error, ConnectionError) or show(kind, error, trace)
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it has died already; torch's own watch would take another process for it
-        os._exit(1)
 
 
 def _prepared(loader: DataLoader, dataset: Dataset, epoch: int | None, device: torch.device) -> Iterator[Any]:
     """Batches on the device; `epoch` is None in evaluation."""
     prepare = _inner(dataset, "prepare")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until _begin_worker, in the workers that now start
-    try:
-        batches = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for batch in batches:
+    for batch in started(loader):
         batch = tuple(part.to(device, non_blocking=True) for part in batch)
         yield prepare(batch, epoch) if prepare else batch
 

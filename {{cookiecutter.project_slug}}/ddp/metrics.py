@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ddp import logs
 from ddp.errors import Diverged
 from ddp.group import Group
 
@@ -130,7 +131,10 @@ class Writer:
     def open_bar(self, title: str, steps: int, done: int) -> None:
         """A progress bar, on a terminal."""
         if sys.stderr.isatty():
-            self.bar = tqdm(total=steps, initial=done, desc=title, unit="step", leave=False, mininterval=0.5)
+            terminal = logs.console(sys.stderr)
+            self.bar = tqdm(
+                total=steps, initial=done, desc=title, unit="step", leave=False, mininterval=0.5, file=terminal
+            )
 
     def advance_bar(self) -> None:
         if self.bar is not None:

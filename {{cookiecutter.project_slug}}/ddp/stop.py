@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ddp import logs
 from ddp.ending import ending
 from ddp.errors import Collateral, Failure, PeerLost, Stopped, say
 
@@ -152,5 +153,6 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def dump_stacks() -> None:
     """Print the stack of every thread of this process on stderr."""
     say("stands here (the stack of every thread, innermost call first):", ending.rank)
-    with suppress(OSError, ValueError, AttributeError):
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    for stream in logs.places(sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            faulthandler.dump_traceback(stream, all_threads=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from config import Config, parse
+from ddp import logs
 from ddp.errors import Failure, Stopped, UsageError, one_line, report, say
 from ddp.launcher.meeting import meet
 from ddp.launcher.network import interface_of
@@ -152,6 +153,8 @@ class Node:
             interface = interface_of(address)
             if interface is not None:
                 environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if not self.config.evaluate:
+            environment[logs.VARIABLE] = os.path.abspath(os.path.join(self.config.output_dir, "logs"))
         with Round(self.arguments, self.config.timeout, environment) as round:
             return self._watch(round)
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from ddp import logs
 from ddp.errors import one_line, say
 from ddp.stop import die_with_parent
 
@@ -39,6 +40,9 @@ def run_torchrun(options: list[str]) -> int:
             return 1
         name = signal.Signals(-failure.exitcode).name
         hint = "; if memory ran out, dmesg says so" if name == "SIGKILL" else ""
+        log = logs.path_of(os.environ.get(logs.VARIABLE, ""), rank)
+        if name != "SIGKILL" and log.exists():
+            hint = f"; what it said last is in {log}"
         say(f"rank {rank}: its process {failure.pid} on {socket.gethostname()} was killed by {name}{hint}")
         return LOST
 
