@@ -15,6 +15,7 @@ On several machines, run it on each, with the same options but for --node-rank.
   --master-addr HOST    address of the machine with --node-rank 0          MASTER_ADDR
   --master-port PORT    a free port of it                                  MASTER_PORT     29500
   --max-restarts N      start again up to N times when a process was lost  MAX_RESTARTS    0; 3 on several machines
+  --check               train nothing: show all machines side by side, and how fast they talk to each other
   -h, --help            this text; python main.py --help lists MAIN_OPTIONS
 
 The second column names variables that say the same. PYTHON chooses the interpreter; START_GRACE says how many seconds the
@@ -36,10 +37,11 @@ whole() { # NAME VALUE LEAST
 }
 
 nnodes=${NNODES:-1} node_rank=${NODE_RANK:-0} nproc=${NPROC_PER_NODE:-}
-master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-29500} max_restarts=${MAX_RESTARTS:-}
+master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-29500} max_restarts=${MAX_RESTARTS:-} check=0
 while (($#)); do
   case $1 in
     -h | --help) usage && exit 0 ;;
+    --check) check=1 && shift && continue ;;
     --) shift && break ;;
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
   esac
@@ -77,6 +79,7 @@ whole --nproc-per-node "$nproc" 1
 whole --master-port "$master_port" 1
 ((10#$master_port < 65536)) || refuse "--master-port $master_port: ports run from 1 to 65535"
 [[ -n $max_restarts ]] || max_restarts=$((10#$nnodes > 1 ? 3 : 0))
+((check == 0)) || max_restarts=0
 whole --max-restarts "$max_restarts" 0
 nnodes=$((10#$nnodes)) node_rank=$((10#$node_rank)) nproc=$((10#$nproc)) # 08 is no octal number
 ((node_rank < nnodes)) || refuse "--node-rank $node_rank: with --nnodes $nnodes, ranks run from 0 to $((nnodes - 1))"
@@ -90,4 +93,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))
 # The node's part of the run: ddp/launcher/node.py. Its modules are found here, not in the folder that this was started from.
 start='import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.node import main; main()'
 exec "$python" -c "$start" "$here" --nnodes="$nnodes" --node-rank="$node_rank" --nproc="$nproc" \
-  --master-addr="$master_addr" --master-port="$((10#$master_port))" --max-restarts="$((10#$max_restarts))" -- "$@"
+  --master-addr="$master_addr" --master-port="$((10#$master_port))" --max-restarts="$((10#$max_restarts))" --check="$check" -- "$@"

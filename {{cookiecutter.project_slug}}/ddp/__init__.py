@@ -25,6 +25,7 @@
     saver.py        writes beside the training
     resume.py       what of a run is kept in checkpoints: how it is saved, and how it resumes
     profile.py      --profile
+    preflight.py    launch_node.sh --check: are collectives right, and how fast are they
     run.py          a training run: its progress, what it logs, when it saves, how it ends
 
 Imports run one way: `run` may use everything above it, `errors` uses nothing. Nothing in here imports `main`, `model`

@@ -18,6 +18,7 @@ from config import Config, parse
 from ddp import logs
 from ddp.ending import SILENT_S, ending, leave, understand
 from ddp.errors import RANK_VARIABLES, EnvironmentFailure, Failure, UsageError
+from ddp.launcher import CHECK
 from ddp.stop import requests
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -163,6 +164,10 @@ def launch(main: Callable[[Config, Placement], None]) -> NoReturn:
 def _launch(main: Callable[[Config, Placement], None]) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if CHECK in os.environ:
+        from ddp.preflight import check
+
+        main = check
     named = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     ending.begin(int(named) if named.isdigit() else 0)
     try:

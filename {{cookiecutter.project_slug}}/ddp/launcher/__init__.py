@@ -6,4 +6,7 @@ meeting.py    node 0 compares what all are about to run, before anybody starts
 torchrun.py   torchrun's own process, quiet, and gone when the launcher is gone
 round.py      torchrun, its workers, and what they have left when all of them are gone
 node.py       rounds: meet, run, and start the whole job again when a process was lost
+facts.py       --check: what each node says about itself, side by side
 """
+
+CHECK = "DDP_CHECK"  # a variable that --check sets for the processes: ddp/preflight.py takes the place of main

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from ddp.errors import EnvironmentFailure, Failure, PeerLost, one_line, say
+from ddp.launcher.facts import seen_from, show
 from ddp.launcher.network import addresses, holder, is_loopback, is_mine, listen, plain
 from ddp.launcher.visit import GREETING, PATIENCE_S, Card, Place, ask, notice_death, resolve, send, visit
 
@@ -86,6 +87,8 @@ class Table:
         """Wait for all nodes, and tell them the verdict. Returns the address by which they have come."""
         try:
             self._wait()
+            if "facts" in self.card:
+                self._show()
         except Failure as error:
             self._tell({"go": False, "why": one_line(error), "exit_code": error.exit_code})
             if isinstance(error, Disagreement) and self._missing():
@@ -189,6 +192,18 @@ class Table:
                 f"--node-rank of its own, from 0 to {self.nnodes - 1}"
             )
         self.nodes[rank] = (connection, card)
+        if self._checks(card):
+            card["facts"]["offset"] = card["facts"]["clock"] - time.time()
+        else:
+            self._compare(rank, card)
+
+    def _checks(self, card: Card) -> bool:
+        """Whether all that differs shall be shown at the end, once everybody is there, in a table."""
+        basic = ("--check", "--nnodes", "--nproc-per-node")
+        return "facts" in card and all(self.card["same"].get(name) == card["same"].get(name) for name in basic)
+
+    def _compare(self, rank: int, card: Card) -> None:
+        """Raises Disagreement if this node would run something else than node 0."""
         differences = _differences(self.card["same"], card["same"])
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -196,6 +211,13 @@ class Table:
                 f"{self._name(0)} and {self._name(rank)} do not agree: {'; '.join(differences[:3])}{more}. Start "
                 "all nodes with the same options, on the same code and versions"
             )
+
+    def _show(self) -> None:
+        """--check: print what the nodes are, side by side. Raises Disagreement if they do not belong together."""
+        self.card["facts"] |= {**seen_from(self.address), "offset": 0.0}
+        show([self.card, *(self.nodes[rank][1] for rank in sorted(self.nodes))])
+        for rank, (_, card) in sorted(self.nodes.items()):
+            self._compare(rank, card)
 
     def _name(self, rank: int, card: Card | None = None) -> str:
         card = card or (self.card if rank == 0 else self.nodes[rank][1])

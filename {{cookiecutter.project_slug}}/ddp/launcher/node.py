@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from config import Config, parse
 from ddp import logs
 from ddp.errors import Failure, Stopped, UsageError, one_line, report, say
+from ddp.launcher import CHECK
+from ddp.launcher.facts import seen_from, show
 from ddp.launcher.meeting import meet
 from ddp.launcher.network import interface_of
 from ddp.launcher.round import Outcome, Round, alive
@@ -46,7 +48,7 @@ def main() -> NoReturn:
 def _arguments() -> argparse.Namespace:
     """What launch_node.sh has checked already."""
     parser = argparse.ArgumentParser(prog="ddp.launcher.node", allow_abbrev=False)
-    for name in ("nnodes", "node-rank", "nproc", "master-port", "max-restarts"):
+    for name in ("nnodes", "node-rank", "nproc", "master-port", "max-restarts", "check"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--master-addr", default="")
     parser.add_argument("options", nargs="*")
@@ -100,7 +102,9 @@ class Node:
         self.arguments, self.requests = arguments, requests
         self.config: Config = parse(arguments.options)
         self.several = arguments.nnodes > 1
-        self.card = make_card(arguments.node_rank, arguments.nnodes, arguments.nproc, self.config)
+        self.card = make_card(
+            arguments.node_rank, arguments.nnodes, arguments.nproc, self.config, check=bool(arguments.check)
+        )
 
     def run(self) -> int:
         """Rounds, until one must not be tried again. Returns the exit code."""
@@ -153,7 +157,12 @@ class Node:
             interface = interface_of(address)
             if interface is not None:
                 environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not self.config.evaluate:
+        elif self.arguments.check:
+            self.card["facts"] |= {**seen_from("127.0.0.1"), "offset": 0.0}
+            show([self.card])
+        if self.arguments.check:
+            environment[CHECK] = "1"
+        elif not self.config.evaluate:
             environment[logs.VARIABLE] = os.path.abspath(os.path.join(self.config.output_dir, "logs"))
         with Round(self.arguments, self.config.timeout, environment) as round:
             return self._watch(round)

@@ -16,6 +16,7 @@ from typing import Any
 from config import Config
 from ddp.errors import EnvironmentFailure, Failure, PeerLost, Stopped, say
 from ddp.fingerprint import code_of
+from ddp.launcher.facts import facts_of, seen_from
 from ddp.launcher.network import plain
 
 # Node 0 speaks first. So a node that comes early, and meets the store of a round that is about to end, is silent.
@@ -43,14 +44,15 @@ class Place:
     again: bool = False
 
 
-def make_card(node_rank: int, nnodes: int, nproc: int, config: Config) -> Card:
+def make_card(node_rank: int, nnodes: int, nproc: int, config: Config, check: bool = False) -> Card:
     """What a node says about itself."""
     options = config.shared()
     with suppress(metadata.PackageNotFoundError):
         options["torch"] = metadata.version("torch")
     options["Python"] = ".".join(platform.python_version_tuple()[:2])
-    same = {"--nnodes": nnodes, "--nproc-per-node": nproc, **options, **code_of()}
-    return {"node_rank": node_rank, "host": platform.node(), "same": same}
+    same = {"--check": check, "--nnodes": nnodes, "--nproc-per-node": nproc, **options, **code_of()}
+    facts = {"facts": facts_of(config)} if check else {}
+    return {"node_rank": node_rank, "host": platform.node(), "same": same, **facts}
 
 
 def resolve(place: Place) -> list[str]:
@@ -109,14 +111,15 @@ def ask(card: Card, place: Place, wait: float) -> str:
         notice_death(connection)
         if lines.readline(100) != GREETING:
             raise Foreign("another program is at that port")
-        send(connection, card)
+        own = plain(connection.getsockname()[0])
+        send(connection, {**card, "facts": {**card["facts"], **seen_from(own)}} if "facts" in card else card)
         connection.settimeout(wait + PATIENCE_S)
         line = lines.readline()
         if not line:
             raise OSError("node 0 has left")
         verdict = json.loads(line)
         if verdict["go"]:
-            return plain(connection.getsockname()[0])
+            return own
     kinds: dict[int, type[Failure]] = {8: PeerLost, 75: Stopped}
     raise kinds.get(verdict["exit_code"], EnvironmentFailure)(verdict["why"])
 

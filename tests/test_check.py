@@ -1,0 +1,114 @@
+"""launch_node.sh --check: all machines side by side, whether their collectives are right, and how fast they are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import parse
+from ddp import preflight
+from ddp.launch import Placement, run_as_rank
+from ddp.launcher.facts import show
+from faults import fault
+from machines import Machine, Program, machines
+from processes import Ranks
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+IGNORED = shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache")
+
+
+def check(machine: Machine, rank: int, project: Path, *options: Any, **environ: str) -> Program:
+    """launch_node.sh --check, as node `rank` of 2 at gpu1's address, with one process."""
+    variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "1", "MASTER_ADDR": "10.77.0.1", **environ}
+    variables["PYTHONDONTWRITEBYTECODE"] = "1"
+    return machine.start("bash", project / "launch_node.sh", *options, **variables)
+
+
+@pytest.mark.slow
+def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp_path: Path) -> None:
+    """Also: GPUs, as the driver names them; other options and files are only named once all was shown."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho Imaginary 9000; echo Imaginary 9000\n")
+    tool.chmod(0o755)
+    options = ["--check", "--", "--dataset", "synthetic", "--device", "cpu", "--output-dir", tmp_path / "out"]
+    with machines(2) as two:
+        path = {"PATH": f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": shutil.which("python") or ""}
+        nodes = [check(two[0], 0, TEMPLATE, *options), check(two[1], 1, TEMPLATE, *options, **path)]
+        assert [node.wait(90) for node in nodes] == [0, 0], [node.output() for node in nodes]
+        shown, other = nodes[0].output(), nodes[1].output()
+    assert other == ""
+    titles, first, second, *_ = (re.split(r"  +", line) for line in shown.splitlines())
+    assert " ".join(titles) == "node host address Python torch NCCL GPUs disk dataset clock code"
+    assert first[:3] == ["0", "gpu1", "10.77.0.1 eth0"] and second[:3] == ["1", "gpu2", "10.77.0.2 eth0"]
+    assert (first[6], second[6]) == ("none", "2 x Imaginary 9000")
+    assert first[8] == second[8] == "synthetic" and first[10] == second[10]
+    assert abs(float(second[9].split()[0])) < 5, "one clock for both"
+    assert "warning: gpu1 has none, gpu2 has 2 x Imaginary 9000" in shown
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        assert re.search(rf"^{name} +right +[\d.]+ ms  [\d.]+ GB/s  \(of \d+ [KM]iB\)$", shown, re.MULTILINE), shown
+    assert shown.endswith("\nall is well: leave out --check, and it trains\n")
+    assert not (tmp_path / "out").exists(), "nothing is written"
+
+
+@fault(27)
+def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(TEMPLATE, copy, ignore=IGNORED)
+    with (copy / "model.py").open("a") as file:
+        file.write("# mine\n")
+    with machines(2) as two:
+        nodes = [check(two[0], 0, TEMPLATE, "--check"), check(two[1], 1, copy, "--check", "--", "--lr", "1")]
+        assert [node.wait(15) for node in nodes] == [3, 3]
+        shown, other = nodes[0].output().splitlines(), nodes[1].output().splitlines()
+    assert shown[0].startswith("node  host") and shown[1].split()[-1] != shown[2].split()[-1], shown
+    assert shown[3:] == other == [
+        "error: node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree: --lr is 0.03 and 1.0; the file "
+        "model.py differs. Start all nodes with the same options, on the same code and versions"
+    ]  # fmt: skip
+
+
+@fault(27)
+def test_a_check_on_one_machine_and_a_training_on_the_other_are_refused() -> None:
+    with machines(2) as two:
+        nodes = [check(two[0], 0, TEMPLATE, "--check"), check(two[1], 1, TEMPLATE)]
+        assert [node.wait(15) for node in nodes] == [3, 3]
+        assert all("--check is True and False" in node.output() for node in nodes)
+
+
+def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "synthetic", "code": "1"}
+    facts |= {"address": "10.0.0.1", "interface": "eth0"}
+    cards = [
+        {"node_rank": 0, "host": "one", "facts": {**facts, "disk": 100.0, "offset": 0.0}},
+        {"node_rank": 1, "host": "two", "facts": {**facts, "disk": 1.25, "offset": -61.4}},
+        {"node_rank": 2, "host": "three", "facts": {**facts, "disk": None, "offset": 4.9}},
+    ]
+    show(cards)
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "warning: the clock of two is -61 s off that of one",
+        "warning: two has only 1.2 GB of disk left for --output-dir",
+    ]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
+def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
+    def target(placement: Placement) -> int:
+        def damaged(collective: preflight.Collective) -> preflight.Collective:
+            return lambda tensor, group: collective(tensor, group).add_(group.rank == 1 and tensor.numel() == 2018)
+
+        preflight.LARGEST = preflight.SMALLEST
+        preflight.COLLECTIVES = tuple(
+            (other, damaged(collective) if other == name else collective, share)
+            for other, collective, share in preflight.COLLECTIVES
+        )
+        return run_as_rank(preflight.check, parse(["--device=cpu"]), placement)
+
+    ranks = Ranks(2, target)
+    assert ranks.wait() == [3, 3], ranks.output()
+    errors = [line for line in ranks.output().splitlines() if "error" in line]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {name} over gloo gave a wrong result on rank 1: ")
