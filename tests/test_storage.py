@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.tensorboard import SummaryWriter
 
@@ -92,15 +94,19 @@ def read_lines(path: Path) -> list[str]:
 @contextmanager
 def mounted(path: Path) -> Iterator[None]:
     """Whatever the block mounts at `path` is gone after it. Skips the test where nothing can be mounted."""
-    if os.geteuid() != 0:
-        assert not os.environ.get("CI"), "in CI this test must run, but it needs root to mount a file system"
-        pytest.skip("needs root to mount a file system")
+    require_root()
     try:
         yield
     finally:
         while os.path.ismount(path) or str(path) in Path("/proc/self/mounts").read_text():
             if subprocess.run(["umount", "--lazy", path], capture_output=True).returncode != 0:
                 break
+
+
+def require_root() -> None:
+    if os.geteuid() != 0:
+        assert not os.environ.get("CI"), "in CI this test must run, but it needs root to mount a file system"
+        pytest.skip("needs root to mount a file system")
 
 
 def mount(*arguments: Any) -> None:
@@ -568,3 +574,25 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_is_not_disturbed(
     )
     assert logged(tmp_path / "run") == logged(tmp_path / "alone")
     assert "all is done already" in train(2, *options, tmp_path / "run"), "the folder is free again"
+
+
+@pytest.mark.slow
+def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch for ever."""
+    require_root()
+    for split, kind in itertools.product(("train", "test"), ("a", "b")):
+        folder = tmp_path / "images" / split / kind
+        folder.mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number}.png")
+    options = ["--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--image-size", 64, "--workers", 2]
+    options += ["--batch-size", 8, "--device", "cpu", "--epochs", 1, "--output-dir", tmp_path / "out"]
+    small = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, main.__file__, *options]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 8, done.stdout + done.stderr
+    assert "a DataLoader worker cannot hand over a batch: unable to allocate shared memory" in done.stderr
+    assert (
+        "error: a DataLoader worker was killed; if memory ran out: fewer --workers, or a larger /dev/shm" in done.stderr
+    )
+    assert "Traceback" not in done.stderr

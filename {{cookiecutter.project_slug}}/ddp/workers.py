@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import sys
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ddp.ending import ending
+from ddp.errors import one_line, say
 from ddp.stop import SIGNALS, die_with_parent
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,12 @@ def _all_have_begun(ready: Connection, workers: int, patience: float) -> bool:
     return True
 
 
+def _give_up(error: Exception, batch: Any) -> None:
+    """In the thread of a worker that hands over batches."""
+    say(f"a DataLoader worker cannot hand over a batch: {one_line(error)}", ending.rank)
+    os._exit(1)
+
+
 def _begin(_: int, parent: int, tell: Connection) -> None:
     """In a worker: every process of a job may be asked to stop, but the last step needs its batches."""
     for number in SIGNALS:
@@ -78,6 +86,8 @@ def _begin(_: int, parent: int, tell: Connection) -> None:
     show = sys.excepthook
     # When its process is killed, a thread that hands over batches may see that first, and would print a traceback.
     sys.excepthook = lambda kind, error, trace: isinstance(error, ConnectionError) or show(kind, error, trace)
+    # A batch that cannot be handed over, since /dev/shm is full, say, would be waited for for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it has died already; torch's own watch would take another process for it
         os._exit(1)
