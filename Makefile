@@ -26,7 +26,7 @@ check: lint types
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck '$(TEMPLATE)/launch_node.sh' .ci/run
+	$(BIN)/shellcheck '$(TEMPLATE)'/launch_node.sh '$(TEMPLATE)'/launch/{ssh.sh,slurm.sbatch} .ci/run
 
 types: $(VENV)/ready
 	cd '$(TEMPLATE)' && mypy --config-file '$(CURDIR)/pyproject.toml' .

@@ -16,10 +16,10 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from test_nodes import FOR_EVER, TEMPLATE, assert_nothing_left, project, two  # noqa: F401  # fixtures
 
 from ddp.fingerprint import code_of
 from machines import Machine, Program
+from test_nodes import FOR_EVER, TEMPLATE, assert_nothing_left, project, two  # noqa: F401  # fixtures
 
 SERVICE, JOB = yaml.safe_load_all((TEMPLATE / "launch" / "kubernetes.yaml").read_text())
 NAME = JOB["metadata"]["name"]

@@ -6,6 +6,8 @@ meeting.py    node 0 compares what all are about to run, before anybody starts
 torchrun.py   torchrun's own process, quiet, and gone when the launcher is gone
 round.py      torchrun, its workers, and what they have left when all of them are gone
 node.py       rounds: meet, run, and start the whole job again when a process was lost
+hosts.py       launch/ssh.sh: the hosts of a file, and the program for each
+ssh.py         launch/ssh.sh: runs it there, each under an ssh client
 facts.py       --check: what each node says about itself, side by side
 """
 

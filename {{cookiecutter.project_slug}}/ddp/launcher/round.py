@@ -70,7 +70,9 @@ class Round:
         else:
             where = [f"--nnodes={arguments.nnodes}", f"--node-rank={arguments.node_rank}"]
             where += [f"--master-addr={arguments.master_addr}", f"--master-port={arguments.master_port}"]
-            where += [f"--rdzv-conf=timeout={min(300, max(30, arguments.grace))}"]  # they have just met: nobody is missing
+            where += [
+                f"--rdzv-conf=timeout={min(300, max(30, arguments.grace))}"
+            ]  # they have just met: nobody is missing
         each = [f"--nproc-per-node={arguments.nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         return [*where, *each, str(PROJECT / "main.py"), *arguments.options]
 
