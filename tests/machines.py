@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 numbers = itertools.count()
+# Called as START NAME [FOLDER PATH]... -- COMMAND, in network, host name and mounts of its own.
+START = 'hostname "$0"; while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift; exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,45 @@ class Machine:
     name: str
     address: str
     namespace: str
+    folders: dict[Path, Path] = field(default_factory=dict)  # what is mounted here, and nowhere else, at a path
 
     def start(self, *command: Any, **environ: str) -> Program:
         """Start a command here."""
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
-        return Program([*enter, "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command], environ)
+        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-euc", START, self.name]
+        mounts = [part for path, folder in self.folders.items() for part in (folder, path)]
+        return Program([*enter, *mounts, "--", *command], environ)
+
+    def own_folder(self, path: Path) -> Path:
+        """Give this machine a folder of its own at `path`. Returns where the test, which is no machine, finds it."""
+        self.folders[path] = path.with_name(f"{path.name} of {self.name}")
+        for folder in (path, self.folders[path]):
+            folder.mkdir(exist_ok=True)
+        return self.folders[path]
 
     def link(self, state: str) -> None:
         """Plug the cable in (`up`) or out (`down`)."""
         _run("ip", "-n", self.namespace, "link", "set", "eth0", state)
+
+    def limit(self, mbit: int) -> None:
+        """Let out no more than this many Mbit/s."""
+        rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", *rate)
+
+    def sent(self) -> int:
+        """How many bytes have left this machine."""
+        (link,) = json.loads(_run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "eth0"))
+        return link["stats64"]["tx"]["bytes"]
+
+    def running(self) -> list[int]:
+        """The processes that run here."""
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
+    def kill(self) -> None:
+        """End all that runs here, at once."""
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Program:
@@ -97,13 +130,12 @@ def require() -> None:
 
 
 @contextlib.contextmanager
-def machines(count: int) -> Iterator[list[Machine]]:
-    """`count` machines, gone afterwards with all that runs on them."""
+def machines(count: int, network: str = "10.77.0.") -> Iterator[list[Machine]]:
+    """`count` machines, gone afterwards with all that runs on them. `network`: or "fd00:77::", for IPv6 alone."""
     require()
     tag = f"{os.getpid()}-{next(numbers)}"
     switch = f"ddpS-{tag}"
-    made = [Machine(f"gpu{i + 1}", f"10.77.0.{i + 1}", f"ddp{'ABCDEF'[i]}-{tag}") for i in range(count)]
-    namespaces = [switch, *(machine.namespace for machine in made)]
+    made = [Machine(f"gpu{i + 1}", f"{network}{i + 1}", f"ddp{'ABCDEF'[i]}-{tag}") for i in range(count)]
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
@@ -112,28 +144,27 @@ def machines(count: int) -> Iterator[list[Machine]]:
             _connect(machine, switch, made)
         yield made
     finally:
-        for namespace in namespaces:
-            _remove(namespace)
+        for machine in made:
+            machine.kill()
+            _remove(machine.namespace)
+        _remove(switch)
 
 
 def _connect(machine: Machine, switch: str, everyone: list[Machine]) -> None:
+    loopback, length, *now = ("::1", 64, "nodad") if ":" in machine.address else ("127.0.0.1", 24)
     names = [f"{other.address} {other.name}" for other in everyone if other != machine]
     etc = Path("/etc/netns") / machine.namespace
     etc.mkdir(parents=True)
-    (etc / "hosts").write_text("\n".join([f"127.0.0.1 localhost {machine.name}", *names, ""]))
+    (etc / "hosts").write_text("\n".join([f"{loopback} localhost {machine.name}", *names, ""]))
     (etc / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody answers there
     _run("ip", "netns", "add", machine.namespace)
     _run("ip", "-n", machine.namespace, "link", "set", "lo", "up")
     _run("ip", "-n", switch, "link", "add", machine.name, "type", "veth", "peer", "eth0", "netns", machine.namespace)
     _run("ip", "-n", switch, "link", "set", machine.name, "master", "bridge", "up")
-    _run("ip", "-n", machine.namespace, "address", "add", f"{machine.address}/24", "dev", "eth0")
+    _run("ip", "-n", machine.namespace, "address", "add", f"{machine.address}/{length}", "dev", "eth0", *now)
     _run("ip", "-n", machine.namespace, "link", "set", "eth0", "up")
 
 
 def _remove(namespace: str) -> None:
-    running = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
-    for pid in running.split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
     shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)

@@ -761,6 +761,16 @@ def test_powersgd_compresses_from_its_first_step_on(
     assert 0 < apart < (weights["none", 3] - weights["none", 2]).norm()
 
 
+@shows("comm_hook")
+def test_powersgd_takes_a_model_of_several_buckets(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP has two for one of over 1 MB; powersgd sends three times for each, the later times from threads of gloo."""
+    monkeypatch.setattr(step, "POWERSGD_START", 2)
+    options = (*PLAIN, "--model", "mobilenet_v3_small", "--batch-size", 4, "--max-steps", 40, "--comm-hook", "powersgd")
+    run(tmp_path, *options, world_size=2)
+
+
 @shows("profile")
 def test_a_profile_shows_what_steps_10_to_15_do(tmp_path: Path, small: None) -> None:
     outcome = run(tmp_path, "--batch-size", 16, "--max-steps", 18, "--profile")

@@ -19,6 +19,7 @@ from ddp.agreement import Agreement
 from ddp.ending import ending
 from ddp.errors import Collateral, EnvironmentFailure, Failure, UsageError
 from ddp.launch import Placement
+from ddp.launcher.network import interface_of, is_loopback, own_address
 from ddp.peers import Peers
 from ddp.rendezvous import meet, roll_call, store_at_rank_0
 from ddp.stop import requests
@@ -113,7 +114,7 @@ def join(config: Config, placement: Placement) -> Iterator[Group]:
         seats = roll_call(store, config, placement, peers)
         device, backend = _choose(config, seats, placement.rank)
         local = [seat for seat in seats if seat["host"] == seats[placement.rank]["host"]]
-        _prepare(seats, local, device)
+        _prepare(seats, local, seats[placement.rank], device)
         peers.watch()
         hangs = EnvironmentFailure(f"rank {placement.rank} hangs while it connects to the others by {backend}")
         with requests.within(config.timeout + SLACK_S, hangs):
@@ -141,14 +142,27 @@ def _leave_group(error: BaseException) -> None:
             dist.destroy_process_group()
 
 
-def _prepare(seats: list[dict[str, Any]], local: list[dict[str, Any]], device: torch.device) -> None:
+def _prepare(
+    seats: list[dict[str, Any]], local: list[dict[str, Any]], own: dict[str, Any], device: torch.device
+) -> None:
     """What has to be set in this process before the group exists."""
     _set_threads(len(local))
-    if len({seat["host"] for seat in seats}) == 1:
-        # Gloo would look up the host's name, which may not resolve; within one machine it need not.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    interface = _interface(seats, own)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def _interface(seats: list[dict[str, Any]], own: dict[str, Any]) -> str | None:
+    """The interface that leads to the others. Gloo would take that of the host's name, which is often loopback."""
+    elsewhere = [seat["address"] for seat in seats if seat["host"] != own["host"]]
+    if not elsewhere:
+        return "lo0" if sys.platform == "darwin" else "lo"
+    address = own["address"]
+    if address is not None and is_loopback(address):  # they meet here, at a name that is loopback to this machine
+        address = next((own_address(other, 9) for other in elsewhere if other is not None), None)
+    return interface_of(address) if address is not None else None
 
 
 def _init(config: Config, placement: Placement, store: dist.Store, device: torch.device, backend: str) -> None:

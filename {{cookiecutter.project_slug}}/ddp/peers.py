@@ -118,7 +118,12 @@ class Peers:
 
     def _ask(self, ask: Callable[[], Answer], seconds: float = GRACE_S) -> Answer | None:
         """What `ask` learns from the store; None if that is out of reach."""
-        return within(seconds, ask) if self.reachable else None
+        if not self.reachable:
+            return None
+        start = time.monotonic()
+        answer = within(seconds, ask)
+        self.reachable = answer is not None or time.monotonic() - start < seconds  # else it would be waited for again
+        return answer
 
     def _collateral(self, failure: dict[str, Any]) -> Collateral:
         return Collateral(f"rank {self.rank} ends too: {failure['message']}", failure["code"])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from config import Config
 from ddp.errors import EnvironmentFailure, PeerLost
 from ddp.launch import Placement
-from ddp.launcher.network import holder, is_mine, listen
+from ddp.launcher.network import holder, is_mine, listen, own_address
 from ddp.peers import Peers, within
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,8 @@ def roll_call(store: dist.Store, config: Config, placement: Placement, peers: Pe
     store.set(f"host/{rank}", host.split()[0])
     seat = {"host": host, "local_rank": placement.local_rank, "gpus": torch.cuda.device_count()}
     seat["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+    in_a_file = str(placement.init_method).startswith("file://")
+    seat["address"] = None if placement.init_method is None or in_a_file else own_address(*_host_and_port(placement))
     store.set(f"seat/{rank}", json.dumps(seat))
     if rank == 0:
         for other in range(placement.world_size):

@@ -86,11 +86,22 @@ def wrap(model: torch.nn.Module, config: Config, group: Group) -> Any:
     )
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START)
-        ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if group.backend == "nccl" else _one_by_one)
     elif config.comm_hook != "none":
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         ddp_model.register_comm_hook(None, hooks[config.comm_hook])
     return ddp_model
+
+
+def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket):  # DDP would refuse annotations that are strings
+    """PowerSGD, one bucket after the other.
+
+    It sends three times for each, the later times from gloo's threads: several buckets at once would do so in another
+    order on each rank, but gloo matches what is sent by its order.
+    """
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
 
 
 def autocast(config: Config, group: Group) -> AbstractContextManager:

@@ -59,6 +59,16 @@ def interface_of(address: str) -> str | None:
     return addresses().get(plain(address))
 
 
+def own_address(host: str, port: int) -> str | None:
+    """This machine's address on the way to `host`, by its routing table. Nothing is sent."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return plain(probe.getsockname()[0])
+    return None
+
+
 def plain(address: str) -> str:
     """Without what a socket adds: `::ffff:10.0.0.1` is 10.0.0.1, `fe80::1%eth0` is fe80::1."""
     return address.partition("%")[0].removeprefix("::ffff:")
