@@ -385,6 +385,33 @@ def test_uv_resolves_the_project(source: Path, tmp_path: Path, environment: dict
     assert re.search(r"\+ torch==", done.stderr) and re.search(r"\+ pytest==", done.stderr)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+def test_the_launcher_takes_the_environment_that_is_active_or_else_the_projects(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Also under `uv run`, which activates the project's. A wrong option ends it before it would need torch."""
+    project = render(source, tmp_path)
+    text = (project / "config.py").read_text(encoding="utf-8")
+    told = text.replace("import sys\n", "import sys\n\nprint(sys.prefix)\n", 1)
+    (project / "config.py").write_text(told, encoding="utf-8")
+    for folder in (project / ".venv", tmp_path / "other"):
+        venv.create(folder, with_pip=False, symlinks=True)
+    bare = {name: value for name, value in environment.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHON")}
+    bare["PATH"] = "/usr/local/bin:/usr/bin:/bin"
+    other = tmp_path / "other"
+    active = {"VIRTUAL_ENV": str(other), "PATH": f"{other}/bin:{bare['PATH']}"}
+    launch = ["bash", project / "launch_node.sh", "--", "--lr", "x"]
+    uv = [sys.executable, "-m", "uv", "run", "--no-sync", "--offline", "--project", project]
+    for command, variables, expected in (
+        (launch, {}, project / ".venv"),
+        ([*uv, *launch], {}, project / ".venv"),
+        (launch, active, other),
+        (launch, {"PYTHON": str(other / "bin" / "python")}, other),
+    ):
+        done = run(*command, ok=False, cwd=tmp_path, env=bare | variables)
+        assert (done.returncode, done.stdout.splitlines()[:1]) == (2, [str(expected)]), done.stderr
+
+
 # Hooks
 
 
