@@ -58,7 +58,7 @@ class Training:
         options = ["--dataset", "synthetic", "--device", "cpu", "--log-every", 1, "--output-dir", folder, *options]
         variables = {"NNODES": str(len(machines)), "MASTER_ADDR": machines[0].address, "NPROC_PER_NODE": "1"}
         variables |= {"PYTHON": sys.executable, "MAX_RESTARTS": "0", "TMPDIR": str(folder)}
-        variables |= {"PYTHONDONTWRITEBYTECODE": "1"}
+        variables |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = ["bash", project / "launch_node.sh", "--", *options]
         self.nodes = [one.start(*command, NODE_RANK=str(rank), **variables) for rank, one in enumerate(machines)]
 
@@ -134,7 +134,7 @@ def measure(kind: Kind, project: Path, arguments: argparse.Namespace) -> str:
         kind.free_ms.append(free_ms)
         kind.limited_ms.append(limited_ms)
         kind.sent_mb.append(sent_mb)
-        return run.nodes[0].output().splitlines()[0]
+        return next(line for line in run.nodes[0].output().splitlines() if line.endswith(" weights"))
 
 
 def table(kinds: list[Kind], arguments: argparse.Namespace) -> str:

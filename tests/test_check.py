@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ def check(machine: Machine, rank: int, project: Path, *options: Any, **environ: 
     return machine.start("bash", project / "launch_node.sh", *options, **variables)
 
 
+def said(node: Program) -> str:
+    """What it has printed, but for whom it has waited."""
+    return re.sub(r"^node \d: waiting .*\n", "", node.output(), flags=re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp_path: Path) -> None:
     """Also: GPUs, as the driver names them; other options and files are only named once all was shown."""
@@ -40,7 +47,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
         path = {"PATH": f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": shutil.which("python") or ""}
         nodes = [check(two[0], 0, TEMPLATE, *options), check(two[1], 1, TEMPLATE, *options, **path)]
         assert [node.wait(90) for node in nodes] == [0, 0], [node.output() for node in nodes]
-        shown, other = nodes[0].output(), nodes[1].output()
+        shown, other = (said(node) for node in nodes)
     assert other == ""
     titles, first, second, *_ = (re.split(r"  +", line) for line in shown.splitlines())
     assert " ".join(titles) == "node host address Python torch NCCL GPUs disk dataset clock code"
@@ -55,6 +62,23 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
     assert not (tmp_path / "out").exists(), "nothing is written"
 
 
+@pytest.mark.slow
+def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(tmp_path: Path) -> None:
+    """Three processes: not all data can be shared out evenly among them."""
+    status = tmp_path / "out" / "status.json"
+    status.parent.mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    status.write_text(json.dumps({"state": "running", "pid": gone.pid, "exit_code": None, "step": 7}))
+    before = status.read_bytes()
+    options = ["--nproc-per-node", 3, "--check", "--", "--device", "cpu", "--output-dir", tmp_path / "out"]
+    program = Program(["bash", TEMPLATE / "launch_node.sh", *options], {"PYTHONDONTWRITEBYTECODE": "1"})
+    assert program.wait(120) == 0, program.output()
+    assert len(re.findall("^0     ", program.output(), re.MULTILINE)) == 1
+    assert "3 processes on cpu, gloo" in program.output() and program.output().count("  right  ") == 3
+    assert status.read_bytes() == before and list(status.parent.iterdir()) == [status]
+
+
 @fault(27)
 def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
@@ -64,7 +88,7 @@ def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: 
     with machines(2) as two:
         nodes = [check(two[0], 0, TEMPLATE, "--check"), check(two[1], 1, copy, "--check", "--", "--lr", "1")]
         assert [node.wait(15) for node in nodes] == [3, 3]
-        shown, other = nodes[0].output().splitlines(), nodes[1].output().splitlines()
+        shown, other = (said(node).splitlines() for node in nodes)
     assert shown[0].startswith("node  host") and shown[1].split()[-1] != shown[2].split()[-1], shown
     assert shown[3:] == other == [
         "error: node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree: --lr is 0.03 and 1.0; the file "
@@ -99,7 +123,7 @@ def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixt
 def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
     def target(placement: Placement) -> int:
         def damaged(collective: preflight.Collective) -> preflight.Collective:
-            return lambda tensor, group: collective(tensor, group).add_(group.rank == 1 and tensor.numel() == 2018)
+            return lambda tensor, group: collective(tensor, group).add_(group.rank == 1 and tensor.numel() == 3027)
 
         preflight.LARGEST = preflight.SMALLEST
         preflight.COLLECTIVES = tuple(
@@ -108,7 +132,7 @@ def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
         )
         return run_as_rank(preflight.check, parse(["--device=cpu"]), placement)
 
-    ranks = Ranks(2, target)
-    assert ranks.wait() == [3, 3], ranks.output()
+    ranks = Ranks(3, target)
+    assert ranks.wait() == [3, 3, 3], ranks.output()
     errors = [line for line in ranks.output().splitlines() if "error" in line]
     assert len(errors) == 1 and errors[0].startswith(f"error: {name} over gloo gave a wrong result on rank 1: ")

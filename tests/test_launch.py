@@ -375,26 +375,6 @@ def test_launch_node_is_clean_shell_with_help() -> None:
     assert helped.returncode == 0 and "--master-addr" in helped.stdout
 
 
-@pytest.mark.slow
-def test_launch_node_trains_on_two_machines_through_its_variables(expected: str, tmp_path: Path) -> None:
-    """Two launchers on loopback, each with one process, as two machines would."""
-    environment = {**os.environ, "NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    nodes = [
-        subprocess.Popen(
-            ["bash", TEMPLATE / "launch_node.sh", "--", *RUN, str(tmp_path)],
-            env={**environment, "NODE_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (1, 0)
-    ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert weights(tmp_path) == expected
-
-
 # ---- rank 0 cannot be met -------------------------------------------------------------------------------------------
 
 

@@ -76,8 +76,9 @@ def test_each_rank_has_a_log_with_what_is_said_past_python_too_and_the_console_s
         assert "accuracy" in kept and f"[rank {rank}]" not in kept
         for words in ("printed by", "printed as an error by", "past Python by"):
             assert f"{words} {rank}\n" in kept and f"{words} {1 - rank}" not in kept
+        assert f"printed as an error by {rank}" in shown
         assert "step/s" not in kept, "the bar belongs on the terminal"
-        assert f"printed by {rank}" in shown and f"printed as an error by {rank}" in shown
+    assert "printed by 0" in shown and "printed by 1" not in shown
     assert "past Python" not in shown
     assert shown.count("a new run, in") == 1 and "[rank 1]" not in shown, "the other rank has a file to talk to"
     assert "epoch 1/1:" in shown, "the bar"
@@ -95,10 +96,12 @@ def test_each_rank_has_a_log_with_what_is_said_past_python_too_and_the_console_s
 
 
 def test_where_no_log_can_be_written_the_run_goes_on_without(project: Path) -> None:
-    out = project / "out"
-    out.mkdir()
-    (out / "logs").write_text("not a folder")
-    code, shown = run(project, "--output-dir", out)
-    assert code == 0 and "done in" in shown
-    assert "warning: no log of this rank: cannot write" in shown
+    """The disk is full, for one rank; the other's log is a folder."""
+    logs = project / "out" / "logs"
+    (logs / "rank_1.log").mkdir(parents=True)
+    (logs / "rank_0.log").symlink_to("/dev/full")
+    code, shown = run(project, "--output-dir", project / "out")
+    assert code == 0 and "done in" in shown, shown
+    assert f"\nwarning: no log of this rank: cannot write {logs}/rank_0.log: No space left on device" in shown
+    assert f"[rank 1] warning: no log of this rank: cannot write {logs}/rank_1.log: Is a directory" in shown
     assert "past Python by 0" in shown and "past Python by 1" in shown

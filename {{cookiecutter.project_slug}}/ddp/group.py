@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
+from ddp import logs
 from ddp.agreement import Agreement
 from ddp.ending import ending
 from ddp.errors import Collateral, EnvironmentFailure, Failure, UsageError
@@ -116,6 +117,7 @@ def join(config: Config, placement: Placement) -> Iterator[Group]:
         local = [seat for seat in seats if seat["host"] == seats[placement.rank]["host"]]
         _prepare(seats, local, seats[placement.rank], device)
         peers.watch()
+        logs.keep(placement.rank, placement.world_size)  # what NCCL says as it connects is worth having
         hangs = EnvironmentFailure(f"rank {placement.rank} hangs while it connects to the others by {backend}")
         with requests.within(config.timeout + SLACK_S, hangs):
             _init(config, placement, store, device, backend)

@@ -187,7 +187,8 @@ def _workers(dataset: Dataset, config: Config, group: Group) -> int:
         return config.workers
     if _inner(dataset, "in_memory"):
         return 0
-    return max(1, min(8, (os.cpu_count() or 1) // group.local_world_size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // group.local_world_size))
 
 
 def _collate(batch: Any) -> Any:

@@ -27,14 +27,14 @@ def keep(rank: int, world_size: int) -> None:
     if not folder:
         return
     path = path_of(folder, rank)
+    where = f"rank {rank} of {world_size} on {platform.node()}, process {os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}  {where} ----\n")
     except OSError as error:
         log.warning("warning: no log of this rank: cannot write %s: %s", path, error.strerror)
         return
-    where = f"rank {rank} of {world_size} on {platform.node()}, process {os.getpid()}"
-    file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}  {where} ----\n")
     streams = [_past_python(stream, file) for stream in (sys.stdout, sys.stderr)]
     for handler in logging.getLogger("ddp").handlers:
         if isinstance(handler, logging.StreamHandler):
@@ -44,7 +44,9 @@ def keep(rank: int, world_size: int) -> None:
     logger = logging.getLogger("ddp")
     logger.addHandler(to_file)
     logger.setLevel(logging.INFO)
-    sys.stdout, sys.stderr = (_Both(stream, file) for stream in streams)  # type: ignore[assignment]
+    # Of what is printed by hand, the console shows rank 0's.
+    sys.stdout = file if rank else _Both(streams[0], file)  # type: ignore[assignment]
+    sys.stderr = _Both(streams[1], file)  # type: ignore[assignment]
     faulthandler.enable(file)
 
 

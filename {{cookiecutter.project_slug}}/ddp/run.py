@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from config import Config
-from ddp import logs
 from ddp.ending import ending, exit_code, understand
 from ddp.errors import Diverged, PeerLost, Stopped, UsageError, one_line
 from ddp.fingerprint import code_of
@@ -282,7 +281,6 @@ def open_run(config: Config, group: Group) -> Iterator[Run]:
     run = Run(config, group)
     if not config.evaluate:
         group.on_main(lambda: run.folder.open(config))
-        logs.keep(group.rank, group.world_size)
     ending.last_wish = run._last_wish
     try:
         yield run

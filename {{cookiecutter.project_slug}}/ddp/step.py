@@ -30,6 +30,8 @@ def check_step(config: Config, model: torch.nn.Module) -> None:
             raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; leave it out")
         if not any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules()):
             raise UsageError(f"--sync-bn: {config.model} has no BatchNorm layer; leave it out")
+    if config.comm_hook == "powersgd" and not gpu and torch.cuda.is_available():  # torch's hook would wait for a GPU
+        raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs, with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
     if config.compile and not gpu and not shutil.which(os.environ.get("CXX", "g++")):

@@ -28,8 +28,8 @@ def facts_of(config: Config) -> Facts:
     """What this node can say before anybody talks to it."""
     return {
         "Python": platform.python_version(),
-        "torch": _version("torch"),
-        "NCCL": next((found for cuda in range(20, 10, -1) if (found := _version(f"nvidia-nccl-cu{cuda}")) != "-"), "-"),
+        "torch": version_of("torch"),
+        "NCCL": nccl_version(),
         "GPUs": _gpus(),
         "disk": _free_gb(Path(config.output_dir)),
         "dataset": _dataset(config),
@@ -56,15 +56,15 @@ def _table(cards: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(card: dict[str, Any]) -> tuple[str, ...]:
-    facts = card["facts"]
+    facts, disk = card["facts"], card["facts"].get("disk")
     shown = {
         "node": str(card["node_rank"]),
         "host": card["host"],
-        "address": f"{facts['address']} {facts['interface']}".strip(),
-        "disk": f"{facts['disk']:,.0f} GB free" if facts["disk"] is not None else "?",
+        "address": f"{facts['address']} {facts['interface']}",
+        "disk": f"{disk:,.0f} GB free" if disk is not None else "?",
         "clock": f"{facts['offset']:+.2f} s" if card["node_rank"] else "0",
     }
-    return tuple(shown.get(title) or str(facts[title]) for title in TITLES)
+    return tuple(shown.get(title) or str(facts.get(title, "?")) for title in TITLES)  # another version may lack some
 
 
 def _oddities(cards: Sequence[dict[str, Any]]) -> list[str]:
@@ -72,21 +72,27 @@ def _oddities(cards: Sequence[dict[str, Any]]) -> list[str]:
     first, found = cards[0], []
     for card in cards:
         ours, theirs = first["facts"], card["facts"]
-        if ours["GPUs"] != theirs["GPUs"]:
-            found.append(
-                f"{first['host']} has {ours['GPUs']}, {card['host']} has {theirs['GPUs']}: the slowest decides"
-            )
+        gpus, others = ours.get("GPUs"), theirs.get("GPUs")
+        if gpus != others:
+            found.append(f"{first['host']} has {gpus}, {card['host']} has {others}: the slowest decides")
         if abs(theirs["offset"]) > CLOCKS_S:
             found.append(f"the clock of {card['host']} is {theirs['offset']:+.0f} s off that of {first['host']}")
-        if theirs["disk"] is not None and theirs["disk"] < LOW_DISK_GB:
-            found.append(f"{card['host']} has only {theirs['disk']:.1f} GB of disk left for --output-dir")
+        disk = theirs.get("disk")
+        if disk is not None and disk < LOW_DISK_GB:
+            found.append(f"{card['host']} has only {disk:.1f} GB of disk left for --output-dir")
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Of an installed package; `-` where there is none."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "-"
+
+
+def nccl_version() -> str:
+    """Of the package that comes with torch; `-` where torch was built otherwise."""
+    return next((found for cuda in range(20, 10, -1) if (found := version_of(f"nvidia-nccl-cu{cuda}")) != "-"), "-")
 
 
 def _gpus() -> str:

@@ -149,7 +149,9 @@ class Node:
         environment = dict(os.environ)
         if self.several:
             ours = self.arguments
-            grace = max(ours.grace, self.config.timeout + NOTICE_S) if again else ours.grace
+            # The others of a run that goes on, or that this machine was a part of, may notice late that it is over.
+            late = again or read_status(Path(self.config.output_dir)).get("state") == "running"
+            grace = max(ours.grace, self.config.timeout + NOTICE_S) if late else ours.grace
             with self.requests.interrupting():
                 address = meet(self.card, Place(ours.master_addr, ours.master_port, grace, again))
             # Left to itself, gloo takes the interface that the host's name leads to, and that is often loopback. NCCL
@@ -190,6 +192,8 @@ class Node:
 
     def _correct_status(self, outcome: Outcome) -> None:
         """Of a rank 0 that was killed, status.json would say for ever that it runs."""
+        if self.arguments.check or self.config.evaluate:
+            return  # it was another run's
         folder = Path(self.config.output_dir)
         pid = read_status(folder).get("pid")
         gone = [*outcome.pids, *([pid] if isinstance(pid, int) and not alive(pid) else [])]

@@ -22,7 +22,7 @@ from ddp.launcher.hosts import SAYS, Host, prepare, ssh_command
 # ssh takes the first value that it is given: SSH_OPTIONS go before these. It gives up a silent host after five minutes;
 # a shorter failure of the network is for launch_node.sh to bridge.
 OPTIONS = "-T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=30 -oServerAliveCountMax=10"
-OPTIONS += " -oControlMaster=no -oClearAllForwardings=yes"
+OPTIONS += " -oControlMaster=no -oControlPath=none -oClearAllForwardings=yes"
 # All that the login shell there sees, whichever it is. The program comes through standard input.
 COMMAND = """exec bash -c 'IFS= read -r -d "" program && eval "$program"'"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -31,6 +31,7 @@ GRACE_S = 30.0  # for saving, when one host has failed
 # How those are ended who are to leave at once, by seconds. Too soon after the first, a TERM does not count as a second.
 FORCE = ((0.0, "TERM"), (2.0, "TERM"), (10.0, "KILL"), (15.0, "cut"))
 POLL_S = 0.1
+NOTICE_S = 5.0  # after so long, say for whom one waits
 LEAVE_S = 3.0  # for hosts that were ready, when another one is not
 
 
@@ -155,8 +156,12 @@ class Job:
         width = max(len(host.name) for host, _ in parts)
         for host, program in parts:
             self.sessions.append(Session(host, program, width))
-        while any(not session.said for session in self._left()):
+        start, told = time.monotonic(), False
+        while silent := [session for session in self._left() if not session.said]:
             self._turn()
+            if time.monotonic() - start > NOTICE_S and not told:
+                told = True
+                say(f"waiting for {', '.join(session.host.name for session in silent)}")
             if self.signals:
                 raise Stopped(f"stopped by {self.signals[0].name} before training began: nothing to save")
         missed = [session for session in self.sessions if session.said != "ready" or session.code is not None]

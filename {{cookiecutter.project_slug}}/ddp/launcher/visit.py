@@ -10,13 +10,12 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from config import Config
 from ddp.errors import EnvironmentFailure, Failure, PeerLost, Stopped, say
 from ddp.fingerprint import code_of
-from ddp.launcher.facts import facts_of, seen_from
+from ddp.launcher.facts import facts_of, nccl_version, seen_from, version_of
 from ddp.launcher.network import plain
 
 # Node 0 speaks first. So a node that comes early, and meets the store of a round that is about to end, is silent.
@@ -47,8 +46,7 @@ class Place:
 def make_card(node_rank: int, nnodes: int, nproc: int, config: Config, check: bool = False) -> Card:
     """What a node says about itself."""
     options = config.shared()
-    with suppress(metadata.PackageNotFoundError):
-        options["torch"] = metadata.version("torch")
+    options |= {"torch": version_of("torch"), "NCCL": nccl_version()}
     options["Python"] = ".".join(platform.python_version_tuple()[:2])
     same = {"--check": check, "--nnodes": nnodes, "--nproc-per-node": nproc, **options, **code_of()}
     facts = {"facts": facts_of(config)} if check else {}
@@ -76,6 +74,7 @@ def _reason(error: Exception) -> str:
 def visit(card: Card, place: Place) -> str:
     """Ask node 0 until it answers. Returns this node's own address on the way there."""
     start, told, rank = time.monotonic(), False, card["node_rank"]
+    foreign_since = None
     where = f"node 0 at {place.host}:{place.port}"
     while True:
         try:
@@ -87,8 +86,10 @@ def visit(card: Card, place: Place) -> str:
                 raise EnvironmentFailure(
                     f"{me} has no way to {where} ({why}): check --master-addr and the network"
                 ) from error
-        waited = time.monotonic() - start
-        if isinstance(last, Foreign) and waited > FOREIGN_S and not place.again:
+        now = time.monotonic()
+        waited = now - start
+        foreign_since = (foreign_since or now) if isinstance(last, Foreign) else None
+        if foreign_since is not None and now - foreign_since > FOREIGN_S and not place.again:
             raise EnvironmentFailure(
                 f"node {rank} ({platform.node()}) finds another program than node 0 at {place.host}:{place.port}: "
                 "give all nodes another --master-port, or end that program"
@@ -100,7 +101,7 @@ def visit(card: Card, place: Place) -> str:
             )
         if waited > PATIENCE_S and not told:
             told = True
-            say(f"node {rank}: waiting for {where} (up to {place.grace:g} s)")
+            say(f"node {rank}: waiting for {where} (up to {place.grace:g} s; {why})")
         time.sleep(RETRY_S)
 
 
@@ -109,7 +110,13 @@ def ask(card: Card, place: Place, wait: float) -> str:
     address = (place.host, place.port)
     with socket.create_connection(address, PATIENCE_S) as connection, connection.makefile("rb") as lines:
         notice_death(connection)
-        if lines.readline(100) != GREETING:
+        try:
+            greeting = lines.readline(100)
+        except TimeoutError as error:  # perhaps the store of a round that has not ended there
+            raise OSError("the port is open, and says nothing") from error
+        if not greeting:
+            raise OSError("node 0 has left")
+        if greeting != GREETING:
             raise Foreign("another program is at that port")
         own = plain(connection.getsockname()[0])
         send(connection, {**card, "facts": {**card["facts"], **seen_from(own)}} if "facts" in card else card)
