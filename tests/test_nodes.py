@@ -375,7 +375,7 @@ def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
 @fault(13)
 @pytest.mark.slow
 def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
-    do = "signal.signal(15, signal.SIG_IGN); time.sleep(rank / 5)\n"
+    do = "signal.signal(15, signal.SIG_IGN); meet(); time.sleep(rank / 5)\n"
     do += "end(6 if rank == 1 else 8, cause=rank == 1, timestamp=100 + rank)"
     launcher = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 3)
     assert launcher.wait() == 6, launcher.output()
@@ -393,7 +393,7 @@ def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -
 @fault(1)
 @pytest.mark.slow
 def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> None:
-    do = "meet()\nif turn == 1 and rank == 1: die()\nend(8 if turn == 1 else 0, cause=False, saved=1150)"
+    do = "if turn == 1 and rank == 1: die()\nif turn == 1: meet(); time.sleep(1); end(8, cause=False, saved=1150)\nend(0)"
     launcher = alone(project, do, "--nproc-per-node=2", "--max-restarts=1")
     assert launcher.wait() == 0, launcher.output()
     again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 3 s"
@@ -461,7 +461,7 @@ def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> N
 @fault(1, 29)
 @pytest.mark.slow
 def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list[Machine], project: Path) -> None:
-    do = "if turn == 1 and rank == 1: die()\nif turn == 1: time.sleep(2); end(8, cause=False, saved=3)\nend(0)"
+    do = "if turn == 1 and rank == 1: die()\nif turn == 1: meet(); time.sleep(1); end(8, cause=False, saved=3)\nend(0)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
     assert "node 0: a process was lost (exit code 8); starting again from step 3, restart 1 of 3" in nodes[0].output()
