@@ -393,7 +393,8 @@ def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -
 @fault(1)
 @pytest.mark.slow
 def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> None:
-    do = "if turn == 1 and rank == 1: die()\nif turn == 1: meet(); time.sleep(1); end(8, cause=False, saved=1150)\nend(0)"
+    do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
+    do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=1150)"
     launcher = alone(project, do, "--nproc-per-node=2", "--max-restarts=1")
     assert launcher.wait() == 0, launcher.output()
     again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 3 s"
@@ -461,7 +462,8 @@ def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> N
 @fault(1, 29)
 @pytest.mark.slow
 def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list[Machine], project: Path) -> None:
-    do = "if turn == 1 and rank == 1: die()\nif turn == 1: meet(); time.sleep(1); end(8, cause=False, saved=3)\nend(0)"
+    do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
+    do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=3)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
     assert "node 0: a process was lost (exit code 8); starting again from step 3, restart 1 of 3" in nodes[0].output()
