@@ -62,7 +62,7 @@ def _row(card: dict[str, Any]) -> tuple[str, ...]:
         "host": card["host"],
         "address": f"{facts['address']} {facts['interface']}",
         "disk": f"{disk:,.0f} GB free" if disk is not None else "?",
-        "clock": f"{facts['offset']:+.2f} s" if card["node_rank"] else "0",
+        "clock": f"{round(facts['offset'], 2) + 0.0:+.2f} s" if card["node_rank"] else "0",
     }
     return tuple(shown.get(title) or str(facts.get(title, "?")) for title in TITLES)  # another version may lack some
 
