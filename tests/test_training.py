@@ -61,7 +61,7 @@ def test_the_first_run_learns(first_run: Path) -> None:
 @pytest.mark.slow
 def test_the_first_run_leaves_the_files_that_the_readme_names(first_run: Path) -> None:
     names = {path.name for path in first_run.iterdir() if not path.name.startswith(".")}
-    assert names == {"best.pt", "checkpoints", "config.json", "metrics.jsonl", "status.json", "tensorboard"}
+    assert names == {"best.pt", "checkpoints", "config.json", "logs", "metrics.jsonl", "status.json", "tensorboard"}
     assert sorted(path.name for path in (first_run / "checkpoints").iterdir()) == [
         *("step_00000078.pt", "step_00000156.pt", "step_00000234.pt")
     ]

@@ -44,6 +44,7 @@ class Ranks:
         code = 1
         atexit._clear()  # what the test wants done at its end is not for its ranks to do
         try:
+            torch.set_num_threads(1)  # torch makes its pool anew: here, before several of its threads would at once
             os.setpgid(0, 0)  # so that its DataLoader workers can be cleaned up with it
             log = os.open(self.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
