@@ -28,6 +28,8 @@ from faults import FAULTS, NOT_SHOWN, fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 
 
@@ -112,7 +114,6 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_and_the_run_goes_on_bit_for_bi
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
 
 
-@pytest.mark.slow
 @fault(9)
 @pytest.mark.parametrize("steps", [[], ["--max-steps", 27]])
 def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
@@ -141,7 +142,6 @@ def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
     assert weights_and_momentum(tmp_path / "cut") == weights_and_momentum(tmp_path / "whole")
 
 
-@pytest.mark.slow
 @fault(9)
 def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(small: None, tmp_path: Path) -> None:
     train(1, "--dataset", "synthetic", "--max-steps", 2, "--batch-size", 16, "--output-dir", tmp_path)
@@ -153,7 +153,6 @@ def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(small: None,
     assert status(tmp_path) == before
 
 
-@pytest.mark.slow
 @fault(10)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path) -> None:
@@ -176,7 +175,6 @@ def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path
     assert "left at once" in ranks.output() and status(tmp_path)["state"] == "failed"
 
 
-@pytest.mark.slow
 @fault(9)
 def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """One rank waits for another that never comes: there is nothing to save."""
@@ -193,7 +191,6 @@ def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None
     assert ranks.wait(10)[0] == 75 and "before training began" in ranks.output()
 
 
-@pytest.mark.slow
 @fault(11)
 @pytest.mark.parametrize("nohup", [True, False])
 def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_path: Path) -> None:
@@ -211,7 +208,6 @@ def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_pa
     assert ranks.wait() == [0 if nohup else 75], ranks.output()
 
 
-@pytest.mark.slow
 @fault(9)
 def test_workers_of_a_data_loader_outlive_the_signal(small: None, tmp_path: Path) -> None:
     """torchrun and Slurm send it to them too, and the last step still needs their batches."""
@@ -248,7 +244,6 @@ def test_a_stop_is_asked_for_twice_a_second_and_not_every_step(monkeypatch: pyte
 # ---- ranks that are lost, leave, hang or fail -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @fault(1)
 @pytest.mark.parametrize(
     ("world_size", "victim"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (3, 2)))]
@@ -275,7 +270,6 @@ def test_a_killed_rank_is_named_and_nothing_is_saved_after(
         assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
-@pytest.mark.slow
 @fault(13)
 def test_of_a_rank_that_raises_the_traceback_is_shown_and_the_others_are_collateral(
     small: None, tmp_path: Path
@@ -322,7 +316,6 @@ def test_an_error_that_talks_of_connections_is_still_a_bug_of_the_code(small: No
     assert "in fail" in ranks.output(1) and "rank 0 ends too: rank 1 failed: RuntimeError" in ranks.output(0)
 
 
-@pytest.mark.slow
 @fault(13)
 def test_a_bug_in_what_rank_0_does_for_all_is_shown_with_its_place(small: None, tmp_path: Path) -> None:
     def fail(rank: int, number: int) -> None:
@@ -340,7 +333,6 @@ def test_a_bug_in_what_rank_0_does_for_all_is_shown_with_its_place(small: None, 
     assert '{}["missing"]' in ranks.output(0) and "Traceback" not in ranks.output(1) + ranks.output(2)
 
 
-@pytest.mark.slow
 @fault(10)
 def test_a_second_signal_to_one_rank_ends_all_with_its_code(small: None, tmp_path: Path) -> None:
     ranks = start_faulty(
@@ -354,7 +346,6 @@ def test_a_second_signal_to_one_rank_ends_all_with_its_code(small: None, tmp_pat
     assert ranks.wait() == [130, 130], ranks.output()
 
 
-@pytest.mark.slow
 def test_a_data_loader_worker_that_is_killed_is_one_line(small: None, tmp_path: Path) -> None:
     options = ("--workers", 1, "--epochs", 3, "--log-every", 1, "--output-dir", tmp_path)
     ranks = start_faulty(1, lambda rank, number: time.sleep(0.1), *options)
@@ -372,7 +363,6 @@ def test_a_bug_of_all_ranks_is_shown_once(small: None, tmp_path: Path) -> None:
     assert ranks.output().count("Traceback") == 1, ranks.output()
 
 
-@pytest.mark.slow
 @fault(13)
 def test_a_rank_that_fails_before_it_has_met_the_others_tells_them(tmp_path: Path) -> None:
     """Its data are missing, say. The others do not wait for --timeout."""
@@ -388,7 +378,6 @@ def test_a_rank_that_fails_before_it_has_met_the_others_tells_them(tmp_path: Pat
     assert "rank 0 ends too: rank 1 failed" in ranks.output()
 
 
-@pytest.mark.slow
 @fault(14)
 @pytest.mark.parametrize("way", ["os._exit", pytest.param("sys.exit", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_early_is_missed(small: None, way: str, tmp_path: Path) -> None:
@@ -401,7 +390,6 @@ def test_a_rank_that_leaves_early_is_missed(small: None, way: str, tmp_path: Pat
     assert "Traceback" not in ranks.output() and "rank 1" in ranks.output(0)
 
 
-@pytest.mark.slow
 @fault(15)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_ends_all_and_shows_where_it_stands(small: None, victim: int, tmp_path: Path) -> None:
@@ -418,7 +406,6 @@ def test_a_rank_that_hangs_ends_all_and_shows_where_it_stands(small: None, victi
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
-@pytest.mark.slow
 @fault(16)
 def test_a_group_that_is_never_made_ends_with_3_and_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "SLACK_S", 1)
@@ -432,7 +419,6 @@ def test_a_group_that_is_never_made_ends_with_3_and_a_stack(tmp_path: Path, monk
     assert "in stand_still" in ranks.output() and "hangs while it connects" in ranks.output()
 
 
-@pytest.mark.slow
 @fault(13)
 def test_a_rank_that_another_left_behind_is_ended_though_it_never_notices(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -465,7 +451,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_6(small: None, tmp_
     assert checkpoints(tmp_path) == ["step_00000004.pt"]
 
 
-@pytest.mark.slow
 @fault(23)
 def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

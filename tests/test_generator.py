@@ -355,6 +355,7 @@ def test_the_unrendered_pyproject_is_valid_toml(source: Path, project: Path) -> 
     assert unrendered == rendered
 
 
+@pytest.mark.slow
 def test_pip_installs_the_project_and_reads_its_license(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -374,6 +375,7 @@ def test_pip_installs_the_project_and_reads_its_license(
     assert seen == [str(project / "config.py"), 'LicenseRef-Proprietary|LICENSE|Zoë "Z" \\ 模型']
 
 
+@pytest.mark.slow
 def test_uv_resolves_the_project(source: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     project = render(source, tmp_path)
     here = environment | {"UV_PYTHON": sys.executable, "UV_PYTHON_DOWNLOADS": "never"}
@@ -385,6 +387,7 @@ def test_uv_resolves_the_project(source: Path, tmp_path: Path, environment: dict
     assert re.search(r"\+ torch==", done.stderr) and re.search(r"\+ pytest==", done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a shell script")
 def test_the_launcher_takes_the_environment_that_is_active_or_else_the_projects(
     source: Path, tmp_path: Path, environment: dict[str, str]
@@ -463,6 +466,7 @@ def test_shell_scripts_can_be_run_when_rendered_from_a_zip(source: Path, tmp_pat
     assert tree(render(archive, tmp_path / "out")) == tree(project)  # the bits among the rest
 
 
+@pytest.mark.slow
 def test_without_hooks_the_output_is_the_same(
     source: Path, tmp_path: Path, project: Path, environment: dict[str, str]
 ) -> None:
@@ -478,6 +482,7 @@ def test_without_hooks_the_output_is_the_same(
 # Other ways to render
 
 
+@pytest.mark.slow
 def test_a_replay_gives_the_same_project_again(source: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "cookiecutter", source]
     answers = ['project_name=A "b" \\ 模型', "project_slug=../Foo Bar", "full_name=O'Neil", "license=Apache-2.0"]
@@ -487,6 +492,7 @@ def test_a_replay_gives_the_same_project_again(source: Path, tmp_path: Path, env
     assert tree(tmp_path / "first") == tree(tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_a_slug_that_was_edited_into_a_replay_file_is_refused(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -528,6 +534,7 @@ def test_a_git_url_gives_the_same_project(
     assert tree(tmp_path / "out" / "my-ddp-project") == tree(project)
 
 
+@pytest.mark.slow
 def test_cruft_update_brings_a_change_of_the_template_and_keeps_the_owners_edit_of_model_py(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

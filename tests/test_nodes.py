@@ -25,6 +25,7 @@ import pytest
 from faults import fault
 from machines import Machine, Program, machines
 
+pytestmark = pytest.mark.slow
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 STUB = """
 import json, os, pathlib, signal, time
@@ -153,7 +154,6 @@ def refused_alike(programs: list[Program], *says: str, code: int = 3, within: fl
 
 
 @fault(28, 34)
-@pytest.mark.slow
 @pytest.mark.parametrize("address", ["10.77.0.1", "gpu1"])
 def test_two_machines_meet_and_their_workers_know_the_interface_and_the_world_size(
     two: list[Machine], project: Path, address: str
@@ -175,7 +175,6 @@ def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], proje
 
 
 @fault(26)
-@pytest.mark.slow
 def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
     two: list[Machine], project: Path
 ) -> None:
@@ -192,7 +191,6 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
 
 
 @fault(25)
-@pytest.mark.slow
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
     replace(project / "ddp" / "launcher" / "visit.py", "FOREIGN_S = 10.0", "FOREIGN_S = 2.0")
     serve = "import socket; s = socket.create_server(('', 29500)); print('up')\n"
@@ -211,7 +209,6 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], pro
         refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address", within=5)
 
 
-@pytest.mark.slow
 @fault(26)
 def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:
     for wrong in ("10.77.0.9", "8.8.8.8"):
@@ -226,7 +223,6 @@ def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine],
 
 
 @fault(26)
-@pytest.mark.slow
 def test_a_node_waits_for_node_0_says_so_and_goes_on_when_it_comes(two: list[Machine], project: Path) -> None:
     later = node(two[1], 1, project)
     assert later.until("waiting") == "node 1: waiting for node 0 at 10.77.0.1:29500 (up to 30 s; Connection refused)\n"
@@ -235,7 +231,6 @@ def test_a_node_waits_for_node_0_says_so_and_goes_on_when_it_comes(two: list[Mac
 
 
 @fault(26)
-@pytest.mark.slow
 def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], project: Path) -> None:
     variables = {"START_GRACE": "4", "NNODES": "4"}
     alone_here = node(two[1], 2, project, **variables)
@@ -252,7 +247,6 @@ def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], 
 
 
 @fault(34)
-@pytest.mark.slow
 def test_one_of_two_machines_never_trains_alone(two: list[Machine], project: Path) -> None:
     program = node(two[0], 0, project, START_GRACE="1")
     assert program.wait() == 3 and "node 1 of 2 did not come within 1 s" in program.output()
@@ -279,7 +273,6 @@ def test_nodes_that_were_started_differently_are_refused_both_by_name(
     refused_alike(nodes, says, "node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree")
 
 
-@pytest.mark.slow
 @fault(27)
 def test_other_options_are_refused_but_for_those_of_one_machine(two: list[Machine], project: Path) -> None:
     nodes = [node(two[0], 0, project, "", "--", "--lr", 0.1), node(two[1], 1, project, "", "--", "--epochs", 20)]
@@ -308,7 +301,6 @@ def test_one_node_rank_on_two_machines_is_refused_on_all(project: Path) -> None:
         assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
 
 
-@pytest.mark.slow
 @fault(27)
 def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project)
@@ -317,7 +309,6 @@ def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], proj
     refused_alike([first, second], "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same number")
 
 
-@pytest.mark.slow
 @fault(27)
 def test_a_node_that_comes_after_a_refusal_hears_it_too(project: Path) -> None:
     with machines(3) as three:
@@ -326,7 +317,6 @@ def test_a_node_that_comes_after_a_refusal_hears_it_too(project: Path) -> None:
         refused_alike([*early, node(three[2], 2, project, NNODES="3")], "--nnodes is 3 and 2", "gpu1", "gpu2")
 
 
-@pytest.mark.slow
 @fault(27)
 def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project, "end(6)")
@@ -346,7 +336,6 @@ def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path)
     assert (first.wait(), other.wait()) == (6, 6), first.output() + other.output()
 
 
-@pytest.mark.slow
 @fault(27)
 def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
     with machines(3) as three:
@@ -373,7 +362,6 @@ def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
 
 
 @fault(13)
-@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN); meet(); time.sleep(rank / 5)\n"
     do += "end(6 if rank == 1 else 8, cause=rank == 1, timestamp=100 + rank)"
@@ -383,7 +371,6 @@ def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
     assert_nothing_left(project)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [4, 75, 1])
 def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -> None:
     launcher = alone(project, f"end({code})", "--max-restarts", 3)
@@ -391,7 +378,6 @@ def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -
 
 
 @fault(1)
-@pytest.mark.slow
 def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
     do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=1150)"
@@ -403,7 +389,6 @@ def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> No
 
 
 @fault(1)
-@pytest.mark.slow
 def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
     """Of three failures only the last comes without progress since the one before."""
     launcher = alone(project, "end(8, saved=min(turn, 2))", "--max-restarts", 1, "--", "--output-dir", project / "out")
@@ -416,7 +401,6 @@ def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
 
 
 @fault(1)
-@pytest.mark.slow
 def test_a_killed_worker_has_noted_how_far_the_run_came(project: Path) -> None:
     """It leaves no report; on a machine without the output folder, nothing else would tell that the run gets on."""
     do = "(folder / 'saved').write_text(str(turn)); turn < 3 and die()"
@@ -426,14 +410,12 @@ def test_a_killed_worker_has_noted_how_far_the_run_came(project: Path) -> None:
 
 
 @fault(9)
-@pytest.mark.slow
 def test_a_run_that_is_done_stays_done_though_torchrun_is_signalled(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN); (folder / 'done').write_text(''); os.kill(os.getppid(), 15); time.sleep(1)"
     assert alone(project, do).wait() == 0
     assert_nothing_left(project)
 
 
-@pytest.mark.slow
 def test_without_a_word_from_workers_a_failure_is_tried_again_and_the_last_checkpoint_is_taken_from_the_status(
     project: Path,
 ) -> None:
@@ -446,7 +428,6 @@ def test_without_a_word_from_workers_a_failure_is_tried_again_and_the_last_check
 
 
 @fault(1)
-@pytest.mark.slow
 def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> None:
     out = project / "out"
     out.mkdir()
@@ -460,7 +441,6 @@ def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> N
 
 
 @fault(1, 29)
-@pytest.mark.slow
 def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list[Machine], project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
     do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=3)"
@@ -472,7 +452,6 @@ def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list
 
 
 @fault(29)
-@pytest.mark.slow
 def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine], project: Path) -> None:
     """Node 1's worker is done, and its torchrun waits for node 0's; the network is gone."""
     replace(project / "ddp" / "launcher" / "round.py", "BARRIER_S = 60.0", "BARRIER_S = 2.0")
@@ -489,7 +468,6 @@ def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine]
 
 
 @fault(9)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_their_time(
     project: Path, name: str
@@ -507,7 +485,6 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_the
 
 
 @fault(9)
-@pytest.mark.slow
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, to_all: bool) -> None:
     """torchrun's patience is 30 s; here it is 1 s. Slurm signals every process, and so torchrun, too."""
@@ -523,7 +500,6 @@ def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, t
 
 
 @fault(9)
-@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_reaches_each_worker_once(project: Path) -> None:
     """The terminal signals the launcher's whole process group."""
     launcher = alone(project, FOR_EVER)
@@ -534,7 +510,6 @@ def test_ctrl_c_in_a_terminal_reaches_each_worker_once(project: Path) -> None:
 
 
 @fault(10)
-@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
     launcher = alone(project, FOR_EVER, "--nproc-per-node", 2, SAVING="60")
     launcher.until("rank 0 of")
@@ -551,7 +526,6 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
 
 
 @fault(11)
-@pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
     launcher = Program(
         ["nohup", "bash", project / "launch_node.sh"],
@@ -564,7 +538,6 @@ def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
 
 
 @fault(9)
-@pytest.mark.slow
 def test_a_signal_before_training_begins_ends_all_with_75(two: list[Machine], project: Path) -> None:
     waiting = node(two[0], 0, project)
     waiting.until("waiting")
@@ -581,7 +554,6 @@ def test_a_signal_before_training_begins_ends_all_with_75(two: list[Machine], pr
 
 
 @fault(9)
-@pytest.mark.slow
 def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(project: Path) -> None:
     launcher = alone(project, "die()", "--max-restarts", 3)
     launcher.until("starting again")
@@ -595,7 +567,6 @@ def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(projec
 
 
 @fault(12)
-@pytest.mark.slow
 def test_workers_that_outlive_torchrun_are_waited_for_while_they_save(project: Path) -> None:
     """The stub is told by this test; a real worker is told by the kernel."""
     launcher = alone(project, FOR_EVER, SAVING="2")
@@ -607,7 +578,6 @@ def test_workers_that_outlive_torchrun_are_waited_for_while_they_save(project: P
 
 
 @fault(12)
-@pytest.mark.slow
 def test_workers_that_do_not_notice_are_killed_before_the_next_round(project: Path) -> None:
     do = "if turn == 1: time.sleep(600)"
     launcher = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 1, "--", "--timeout", 2)
@@ -621,7 +591,6 @@ def test_workers_that_do_not_notice_are_killed_before_the_next_round(project: Pa
 
 
 @fault(12)
-@pytest.mark.slow
 def test_nothing_survives_the_launcher(project: Path) -> None:
     launcher = alone(project, FOR_EVER, "--nproc-per-node", 2)
     launcher.until("rank 0 of")
@@ -636,7 +605,6 @@ def test_nothing_survives_the_launcher(project: Path) -> None:
 
 
 @fault(32)
-@pytest.mark.slow
 def test_the_folder_that_one_stands_in_and_stale_variables_change_nothing(project: Path, tmp_path: Path) -> None:
     (tmp_path / "ddp" / "launcher").mkdir(parents=True)
     for name in ("config.py", "ddp/__init__.py", "ddp/launcher/node.py", "main.py"):

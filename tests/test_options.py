@@ -283,6 +283,7 @@ def shell(*arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["config.py", "main.py"])
 def test_the_program_exits_2_with_one_line_on_stderr(program: str, template: Path) -> None:
     result = shell(program, "--momentum", "1.5", "--nproc", 4, folder=template)
@@ -306,6 +307,7 @@ def test_the_options_are_checked_without_torch(template: Path) -> None:
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "torchvision", "numpy")}
 
 
+@pytest.mark.slow
 def test_of_many_processes_one_says_that_a_value_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_torchrun_starts_it(placement: Placement) -> int:
         os.environ |= {"RANK": str(placement.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(placement.rank)}
@@ -679,6 +681,7 @@ class TwoWays(nn.Module):
         return (self.compiled if torch.compiler.is_compiling() else self.interpreted)(images.flatten(1))
 
 
+@pytest.mark.slow
 @shows("compile")
 @pytest.mark.parametrize("options", [[], ["--compile"]], ids=["interpreted", "compiled"])
 def test_the_model_is_compiled_and_the_names_of_its_weights_stay(
@@ -739,6 +742,7 @@ def test_sync_bn_converts_the_model() -> None:
     assert "SyncBatchNorm" in on_ranks(1, refusal, "--device", "cpu")[0]
 
 
+@pytest.mark.slow
 @shows("comm_hook")
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_gradients_are_rounded_on_the_network(tmp_path: Path, small: None, hook: str) -> None:
@@ -748,6 +752,7 @@ def test_gradients_are_rounded_on_the_network(tmp_path: Path, small: None, hook:
     assert 0 < (rounded - plain).norm() < 0.01 * gone
 
 
+@pytest.mark.slow
 @shows("comm_hook")
 def test_powersgd_compresses_from_its_first_step_on(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
@@ -763,6 +768,7 @@ def test_powersgd_compresses_from_its_first_step_on(
     assert 0 < apart < (weights["none", 3] - weights["none", 2]).norm()
 
 
+@pytest.mark.slow
 @shows("comm_hook")
 def test_powersgd_takes_a_model_of_several_buckets(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch

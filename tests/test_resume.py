@@ -25,6 +25,8 @@ from faults import fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
 
+pytestmark = pytest.mark.slow
+
 
 def newest(output: Path) -> Path:
     return max((output / "checkpoints").glob("step_*.pt"))
@@ -62,7 +64,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["memory", "folder"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -258,7 +259,6 @@ class Noisy(torch.utils.data.Dataset):
         return noise + index % 2, index % 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_transforms_in_a_dataset_resume_exactly_whatever_the_workers(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

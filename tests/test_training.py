@@ -123,6 +123,7 @@ print((model(images).argmax(1) == targets).double().mean().item())
     assert float(done.stdout) == max(line["accuracy"] for line in lines(first_run, "test"))
 
 
+@pytest.mark.slow
 @fault(18)
 def test_evaluation_counts_each_sample_once_for_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with BatchNorm whose buffers differ between ranks: rank 0's count."""
@@ -220,6 +221,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_take_the_same_number_of_steps_for_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nobody hangs and nobody crashes; no steps at all is refused."""
     import data
@@ -235,6 +237,7 @@ def test_ranks_take_the_same_number_of_steps_for_any_size(monkeypatch: pytest.Mo
     assert output.count("error:") == 1 and "7 training samples do not fill one step of 8" in output
 
 
+@pytest.mark.slow
 @fault(24)
 def test_two_runs_cannot_share_a_folder(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from small_models import build_slow_awkward

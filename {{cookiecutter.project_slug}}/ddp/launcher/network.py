@@ -98,7 +98,7 @@ def listen(port: int) -> socket.socket:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port: `pid 123 (python serve.py)`; what is known where /proc does not say it."""
+    """Who else listens on a port: `pid 123 (python serve.py)`; what is known where /proc does not say it."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
@@ -108,7 +108,8 @@ def holder(port: int) -> str:
                     sockets.add(f"socket:[{inode}]")
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
+            others = process.name != str(os.getpid())
+            if others and any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
                 program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = " ".join([Path(program).name, *arguments]).strip()
                 return f"pid {process.name} ({command[:79] + '…' if len(command) > 80 else command})"
