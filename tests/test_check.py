@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -69,7 +70,7 @@ def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(
     status.parent.mkdir()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    status.write_text(json.dumps({"state": "running", "pid": gone.pid, "exit_code": None, "step": 7}))
+    status.write_text(json.dumps({"state": "running", "pid": gone.pid, "host": platform.node(), "step": 7}))
     before = status.read_bytes()
     options = ["--nproc-per-node", 3, "--check", "--", "--device", "cpu", "--output-dir", tmp_path / "out"]
     program = Program(["bash", TEMPLATE / "launch_node.sh", *options], {"PYTHONDONTWRITEBYTECODE": "1"})

@@ -31,6 +31,8 @@ def started(loader: DataLoader) -> Iterator[Any]:
     Python before 3.10.15 and 3.11.10 may fork while another thread, mostly one of gloo's, holds a lock that the child
     then waits for, for ever (cpython issue 112275). Such workers are killed, and all of them are started again.
     """
+    if loader.num_workers == 0:
+        return iter(loader)
     generator = loader.generator
     assert isinstance(generator, torch.Generator)
     before = generator.get_state()
