@@ -180,7 +180,9 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
 ) -> None:
     """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
     replace(project / "ddp" / "launcher" / "visit.py", "FOREIGN_S = 10.0", "FOREIGN_S = 2.0")
-    serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); time.sleep(5)"
+    serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); held, end = [], time.time() + 5\n"
+    serve += "while (left := end - time.time()) > 0:\n s.settimeout(left)\n try: held.append(s.accept()[0])\n"
+    serve += " except TimeoutError: pass"
     earlier = two[0].start(sys.executable, "-c", serve)
     earlier.until("up")
     visitor = node(two[1], 1, project)
