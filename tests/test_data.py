@@ -643,8 +643,8 @@ def test_augmentation_shifts_and_mirrors_and_does_nothing_else() -> None:
     pictures = torch.randint(0, 256, (400, 3, 32, 32), dtype=torch.uint8)
     dataset = ImagesInMemory(config, pictures, torch.zeros(400), ["all"])
     batch = dataset.__getitems__(list(range(400)))
-    plain, _ = dataset.prepare(batch, None)
-    augmented, _ = dataset.prepare(batch, 4)
+    plain, _ = dataset.prepare(batch)
+    augmented, _ = dataset.prepare(dataset.augment(batch, 4))
 
     black = (torch.zeros(1, 3, 1, 1) - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
     framed = black.expand(400, 3, 36, 36).clone()

@@ -115,7 +115,7 @@ def right_answers(path: Path) -> int:
     _, test_set = load_datasets(parse(["--dataset", "synthetic"]))
     model = ToyModel()
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
-    images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))), None)
+    images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))))
     with torch.no_grad():
         return int((model.eval()(images).argmax(1) == targets).sum())
 

@@ -126,11 +126,11 @@ def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
 
     prepare = data.Images.prepare
 
-    def recording(self: Any, batch: Any, epoch: int | None) -> Any:
-        if epoch is not None:
+    def recording(self: Any, batch: Any) -> Any:
+        if len(self) == data.SYNTHETIC_SIZES["train"]:
             with (output / f"indices-{os.getpid()}").open("a") as file:
                 file.write("".join(f"{index}\n" for index in batch[2].tolist()))
-        return prepare(self, batch, epoch)
+        return prepare(self, batch)
 
     monkeypatch.setattr(data.Images, "prepare", recording)
 
@@ -389,7 +389,7 @@ def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: 
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)
 
-    def adamw(parameters: Any, lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
+    def adamw(parameters: Any, lr: float, *_: Any, weight_decay: float, fused: bool) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
 
     monkeypatch.setattr(torch.optim, "SGD", adamw)

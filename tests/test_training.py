@@ -115,7 +115,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("ddp", "confi
 from config import parse
 from data import load_datasets
 test_set = load_datasets(parse(["--dataset", "synthetic"]))[1]
-images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))), None)
+images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))))
 print((model(images).argmax(1) == targets).double().mean().item())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -1,8 +1,8 @@
 """The datasets. Edit me: main.py needs load_datasets.
 
 A dataset gives whole batches, as `__getitems__(indices)`, or samples, as `__getitem__(index)`; ddp/loader.py
-decides which process gets which. If it has `prepare(batch, epoch)`, that turns a batch, already on the device, into
-(inputs, targets).
+decides which process gets which. If it has `augment(batch, epoch)`, that changes the samples of a training batch; if it
+has `prepare(batch)`, that turns a batch into (inputs, targets). Both get batches that are on the device already.
 """
 
 from __future__ import annotations
@@ -42,49 +42,60 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     return train_set, test_set
 
 
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
 class Images(Dataset):
     """Images of one size, as uint8; a batch is normalised and, in training, augmented on the device.
 
     A batch is images [b, 3, h, w] uint8, targets [b], indices [b].
     """
 
-    in_memory = False
     classes: Sequence[str]
 
     def __init__(self, config: Config, length: int) -> None:
         self.config = config
         self.length = length
         self._epoch: int | None = None
-        self._mean, self._std = (torch.tensor(part).view(1, 3, 1, 1) * 255 for part in (MEAN, STD))
+        self._mean = self._std = torch.empty(0)
 
     def __len__(self) -> int:
         return self.length
 
-    def prepare(self, batch: tuple[Tensor, Tensor, Tensor], epoch: int | None) -> tuple[Tensor, Tensor]:
-        """inputs [b, 3, image_size, image_size] float, targets [b]. `epoch` is None in evaluation: no augmentation."""
-        images, targets, indices = batch
-        if epoch is not None:
-            images = self._augment(images, indices, epoch)
+    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """inputs [b, 3, image_size, image_size] float, normalised; targets [b]."""
+        images, targets, _ = batch
         layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
         inputs = images.to(torch.float32, memory_format=layout)
-        if self._mean.device != images.device:
-            self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
+        if self._mean.shape[1:] != inputs.shape[1:] or self._mean.device != inputs.device:
+            # As large as an image: where channels come last, [1, 3, 1, 1] would be spread value by value.
+            one = torch.ones_like(inputs[:1])
+            self._mean, self._std = (one * 255 * one.new_tensor(part).view(1, 3, 1, 1) for part in (MEAN, STD))
         inputs = inputs.sub_(self._mean).div_(self._std)
         size = self.config.image_size
         if inputs.shape[-1] != size:
             inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)
         return inputs, targets
 
-    def _augment(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Shift by up to 1/16 of the size, and mirror every other image."""
-        size = images.shape[-1]
-        pad = size // 16
+    def augment(self, batch: Batch, epoch: int) -> Batch:
+        """Mirror every other image, and shift all by up to 1/16 of their size, with black behind."""
+        images, targets, indices = batch
+        b, c, h, w = images.shape
+        pad = w // 16
         shifts, mirrored = self._table(epoch, pad, images.device)
-        shifts, mirrored = shifts[indices], mirrored[indices]
-        windows = F.pad(images, (pad,) * 4).unfold(2, size, 1).unfold(3, size, 1)  # [b, 3, 2 pad + 1, 2 pad + 1, h, w]
-        rows = torch.arange(len(images), device=images.device)
-        images = windows[rows, :, shifts[:, 0], shifts[:, 1]]
-        return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+        padded = F.pad(images, (pad,) * 4)
+        both = torch.cat([padded, padded.flip(3)])  # [2 b, c, h + 2 pad, w + 2 pad]
+        # To shift an image is to begin to read it later: so one copy moves an image, where indexing copies row by row.
+        image, plane, row, pixel = both.stride()
+        length = (c - 1) * plane + (h - 1) * row + (w - 1) * pixel + 1
+        down, right = shifts[indices].unbind(1)
+        starts = (torch.arange(b, device=images.device) + b * mirrored[indices]) * image + down * row + right * pixel
+        from_anywhere = both.as_strided((both.numel(),), (1,)).unfold(0, length, 1)
+        return (
+            from_anywhere.index_select(0, starts).as_strided((b, c, h, w), (length, plane, row, pixel)),
+            targets,
+            indices,
+        )
 
     def _table(self, epoch: int, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Shift [n, 2] and mirroring [n] of each sample: a function of (seed, epoch, sample), whoever asks."""
@@ -97,17 +108,33 @@ class Images(Dataset):
 
 
 class ImagesInMemory(Images):
-    """Images that fit in memory: images [n, 3, h, w] uint8, targets [n]. Read a batch at a time."""
+    """Images that fit in memory: images [n, 3, h, w] uint8, targets [n]."""
 
     in_memory = True
+    at_once = 256  # samples that ddp/loader.py reads and augments together: small batches one by one would cost more
 
     def __init__(self, config: Config, images: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
         super().__init__(config, len(images))
-        self.images, self.targets, self.classes = images, targets, classes
+        self.targets, self.classes = targets, classes
+        # In memory as the model wants them: to change the order of a batch costs more than all else here.
+        order = (0, 2, 3, 1) if config.channels_last else (0, 1, 2, 3)
+        self._back = (0, 3, 1, 2) if config.channels_last else (0, 1, 2, 3)
+        self._stored = images.permute(order).contiguous()
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = torch.tensor(indices)
-        return self.images[chosen], self.targets[chosen], chosen
+    @property
+    def images(self) -> Tensor:
+        """[n, 3, h, w] uint8."""
+        return self._stored.permute(self._back)
+
+    def to(self, device: torch.device) -> None:
+        """Move the images to a GPU, if they take little of its memory: batches are then made there."""
+        if self._stored.nbytes < 0.1 * torch.cuda.mem_get_info(device)[0]:
+            self._stored, self.targets = self._stored.to(device), self.targets.to(device)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        chosen = torch.tensor(indices, device=self._stored.device)
+        images = self._stored.index_select(0, chosen).permute(self._back)
+        return images, self.targets.index_select(0, chosen), chosen
 
 
 class ImageFiles(Images):
@@ -123,7 +150,7 @@ class ImageFiles(Images):
         super().__init__(config, len(found.samples))
         self.samples, self.classes = found.samples, found.classes
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitems__(self, indices: list[int]) -> Batch:
         images = torch.stack([self._read(self.samples[index][0]) for index in indices])
         return images, torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices)
 

@@ -41,7 +41,7 @@ def main(config: Config, placement: Placement) -> None:
         model.to(group.device)
         ddp_model = wrap(model, config, group)
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
         )
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")

@@ -57,8 +57,13 @@ class ResumableSampler(DistributedSampler):
 class TrainLoader:
     """Batches of this rank, on its device, in an order that depends on (seed, epoch) only.
 
-    A dataset gives whole batches by `__getitems__(indices)`, or samples by `__getitem__`. If it has
-    `prepare(batch, epoch)`, that turns a batch, already on the device, into (inputs, targets).
+    A dataset gives whole batches by `__getitems__(indices)`, or samples by `__getitem__`. What else it may have:
+    augment(batch, epoch)  changes the samples of a training batch, on the device, whatever else is in the batch
+    prepare(batch)         turns a batch, on the device, into (inputs, targets)
+    in_memory              True: no DataLoader workers by default
+    to(device)             moves the data to a GPU, or leaves them; called where there are no workers
+    at_once                how many samples to read and augment together, to be cut into batches afterwards
+
     `wait_s` adds up the seconds in which the training waited for data.
     """
 
@@ -80,6 +85,7 @@ class TrainLoader:
         self.config = config
         self.group = group
         self.wait_s = 0.0
+        _move(dataset, config, group)
 
     def steps(self, epoch: int, position: int = 0) -> Iterator[Iterator[Any]]:
         """For each optimizer step from `position`, counted in samples of all ranks: its --grad-accum-steps batches."""
@@ -87,7 +93,7 @@ class TrainLoader:
         generator = torch.Generator().manual_seed(derive_seed(self.config.seed, epoch, self.group.rank))
         dataset = _seeded(self.dataset, self.config.seed, epoch)
         loader = _data_loader(dataset, self.sampler, self.config, self.group, generator)
-        batches = self._timed(_prepared(loader, self.dataset, epoch, self.group.device))
+        batches = self._timed(_prepared(loader, self.dataset, self.config, self.group, epoch))
         for _ in range(self.sampler.steps_left(position)):
             yield islice(batches, self.config.grad_accum_steps)
 
@@ -112,12 +118,14 @@ class TestLoader:
         group.check_same({"the number of test samples": self.length})
         indices = range(group.rank, self.length, group.world_size)
         self.loader = _data_loader(_seeded(dataset, config.seed, -1), indices, config, group)
+        _move(dataset, config, group)
         self.common = self.length // group.world_size // config.batch_size  # batches that every rank has
+        self.config = config
         self.group = group
 
     def __iter__(self) -> Iterator[Any]:
         self.group.agreement.restart()
-        for number, batch in enumerate(_prepared(self.loader, self.dataset, None, self.group.device)):
+        for number, batch in enumerate(_prepared(self.loader, self.dataset, self.config, self.group)):
             yield batch
             if number < self.common:
                 self.group.agreement.point()
@@ -162,24 +170,38 @@ def _data_loader(
     dataset: Dataset, sampler: Any, config: Config, group: Group, generator: torch.Generator | None = None
 ) -> DataLoader:
     """torch's DataLoader, with a generator of its own: iter() would else draw from the global one."""
+    at_once = _inner(dataset, "at_once") or 1
     return DataLoader(
         dataset,
-        batch_size=config.batch_size,
+        batch_size=config.batch_size * max(1, at_once // config.batch_size),
         sampler=sampler,
         num_workers=_workers(dataset, config, group),
         collate_fn=_collate,
-        pin_memory=group.device.type == "cuda",
+        pin_memory=group.device.type == "cuda" and not _inner(dataset, "in_memory"),
         generator=generator or torch.Generator(),
         persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
     )
 
 
-def _prepared(loader: DataLoader, dataset: Dataset, epoch: int | None, device: torch.device) -> Iterator[Any]:
-    """Batches on the device; `epoch` is None in evaluation."""
+def _prepared(
+    loader: DataLoader, dataset: Dataset, config: Config, group: Group, epoch: int | None = None
+) -> Iterator[Any]:
+    """Batches on the device; augmented if an `epoch` is given."""
+    augment = _inner(dataset, "augment") if epoch is not None else None
     prepare = _inner(dataset, "prepare")
-    for batch in started(loader):
-        batch = tuple(part.to(device, non_blocking=True) for part in batch)
-        yield prepare(batch, epoch) if prepare else batch
+    for samples in started(loader):
+        samples = tuple(part.to(group.device, non_blocking=True) for part in samples)
+        samples = augment(samples, epoch) if augment else samples
+        several = loader.batch_size != config.batch_size
+        for batch in zip(*(part.split(config.batch_size) for part in samples), strict=True) if several else (samples,):
+            yield prepare(batch) if prepare else batch
+
+
+def _move(dataset: Dataset, config: Config, group: Group) -> None:
+    """Let data held in memory go to the GPU, where that makes the batches; DataLoader workers could not reach it."""
+    to = _inner(dataset, "to")
+    if to and group.device.type == "cuda" and _workers(dataset, config, group) == 0:
+        to(group.device)
 
 
 def _workers(dataset: Dataset, config: Config, group: Group) -> int:

@@ -10,7 +10,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddp.group import Group
 
 log = logging.getLogger(__name__)
 Sums = dict[str, torch.Tensor]
+MOST_BATCHES = 64  # whose sums wait to be added up
 
 
 class Meter:
@@ -30,24 +32,40 @@ class Meter:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.local: dict[str, Any] = {}  # not reduced yet; on the device
+        self.batches: dict[str, list[Any]] = {}  # not added up yet; on the device
+        self.local: Sums = {}  # not reduced yet; on the device
         self.total: Sums = {}  # over all ranks; on the host, and the same on every rank
         self.shapes: dict[str, torch.Size] | None = None
 
     def add(self, sums: Mapping[str, Any]) -> None:
-        """Add one batch's sums: numbers or tensors, detached. Costs no synchronisation."""
+        """Add one batch's sums: numbers or tensors. Costs no synchronisation, and now and then an addition."""
         for name, value in sums.items():
-            value = value.double() if isinstance(value, torch.Tensor) else value
-            self.local[name] = self.local[name] + value if name in self.local else value
+            values = self.batches.setdefault(name, [])
+            values.append(value.detach() if isinstance(value, torch.Tensor) else value)
+            if len(values) >= MOST_BATCHES:
+                self._add_up(name)
+
+    def _add_up(self, name: str) -> None:
+        """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
+        values = self.batches.pop(name)
+        if isinstance(values[0], torch.Tensor):
+            total = torch.stack(values).double().sum(0)
+        else:
+            total = torch.tensor(sum(values), dtype=torch.double)
+        self.local[name] = self.local[name] + total if name in self.local else total
 
     def reduce(self) -> Sums:
         """The sums so far, over all ranks. Raises Diverged if the loss among them is not finite. Call on every rank."""
-        local = {name: torch.as_tensor(value).detach().double().cpu() for name, value in self.local.items()}
+        for name in list(self.batches):
+            self._add_up(name)
+        local = {name: value.cpu() for name, value in self.local.items()}
         if self.shapes is None:  # a rank without any batch learns from rank 0 what there is to add up
             self.shapes = self.group.on_main(lambda: {name: value.shape for name, value in local.items()})
         if local.keys() - self.shapes.keys():
             raise KeyError(f"sums {sorted(local.keys() - self.shapes.keys())} were not there from the start")
-        parts = [local.get(name, torch.zeros(shape)).double().flatten() for name, shape in self.shapes.items()]
+        parts = [
+            local.get(name, torch.zeros(shape, dtype=torch.double)).flatten() for name, shape in self.shapes.items()
+        ]
         flat = self.group.sum(torch.cat(parts))
         for name, part in zip(self.shapes, flat.split([part.numel() for part in parts]), strict=True):
             value = part.reshape(self.shapes[name])
@@ -68,7 +86,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of the steps since the last logged one. Call on every rank."""
-        return {"total": dict(self.reduce()) if self.local else dict(self.total)}
+        return {"total": dict(self.reduce()) if self.batches or self.local else dict(self.total)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total = dict(state["total"])
@@ -82,6 +100,13 @@ class Clock:
 
     def restart(self, step: int = 0, wait_s: float = 0.0) -> None:
         self.step, self.wait_s, self.start = step, wait_s, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile is not a part of the training's speed."""
+        before = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - before
 
     def rates(self, step: int, wait_s: float, global_batch: int) -> dict[str, float]:
         """Speed since the last restart: samples/s of all ranks, ms a step, and the ms of it spent waiting for data."""
@@ -110,18 +135,25 @@ class Writer:
     """
 
     def __init__(self, folder: Path, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
-
-        threading.excepthook = _let_tensorboard_fail_in_silence
+        self.folder, self.last_step = folder, last_step
         self.path = folder / "metrics.jsonl"
         self.last_test = _keep_lines(self.path, last_step)
         self.file = self.path.open("a", buffering=1)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+        self.board: Any = None
         self.bar: tqdm | None = None
+
+    def open_board(self) -> None:
+        """Open TensorBoard's file, when there is something to write: the import alone takes as long as many steps."""
+        if self.board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            threading.excepthook = _let_tensorboard_fail_in_silence
+            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.last_step + 1)
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         if split == "test" and step == self.last_test:
             return  # resumed where an epoch had no step left for more processes: this evaluation is there already
+        self.open_board()
         line = {"step": step, "split": split, **values}
         self.file.write(json.dumps(line) + "\n")
         for name, value in values.items():
@@ -147,7 +179,8 @@ class Writer:
 
     def flush(self) -> None:
         self.file.flush()
-        self.board.flush()
+        if self.board is not None:
+            self.board.flush()
 
     def sync(self) -> None:
         """Make what was flushed last through a power cut."""
@@ -159,7 +192,8 @@ class Writer:
         self.close_bar()
         self.flush()
         self.file.close()
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
 
 
 class NoWriter:

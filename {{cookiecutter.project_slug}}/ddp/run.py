@@ -79,10 +79,9 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of everything given to `resume`; and best.pt, if this step's evaluation was the best."""
-        start = time.perf_counter()
-        self._log_safely(self.writer.flush)
-        self.checkpoints.save(before=self._sync_logs)
-        self.clock.start += time.perf_counter() - start  # not a part of the training's speed
+        with self.clock.paused():
+            self._log_safely(self.writer.flush)
+            self.checkpoints.save(before=self._sync_logs)
 
     def _sync_logs(self) -> None:
         """No checkpoint is on the disk before the lines that led to it."""
@@ -171,6 +170,8 @@ class Run:
     def log_train(self, scores: Mapping[str, float], lr: float) -> None:
         """Log the steps since the last logged one: on the console, in metrics.jsonl, in TensorBoard."""
         step, loader = self.progress.step, self.train_loader
+        with self.clock.paused(), storage(self.folder.path / "tensorboard"):
+            self.writer.open_board()
         rates = self.clock.rates(step, loader.wait_s, loader.global_batch)
         values = {**scores, "lr": lr, **rates, "memory_mb": memory_mb(self.group.device)}
         epoch = self.progress.epoch + 1

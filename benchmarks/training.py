@@ -1,0 +1,226 @@
+"""This project beside others: the same model, batch, data and processes; who trains how many images a second?
+
+    make bench                                  from the repository: makes an environment of its own; about 25 minutes
+    make bench ARGS='--repetitions 1 --cases toy-b128-p2'
+
+Each contestant is a script in loops/, written as its own documentation recommends, and runs under torchrun, timed from
+outside by loops/timed.py. The limit is the DDP step alone, again and again on one batch that lies on the device. In
+each repetition all contestants take turns, so that a noisy machine disturbs all of them alike; ratios are taken within
+a repetition. Prints tables in Markdown; writes results.json and a plot.
+
+On a machine with GPUs the cases are other ones: ToyModel, ResNet-18 and ResNet-50, in bf16 too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from made_up import cifar10, jpegs
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+PEERS = {
+    "naive": "naive.py",
+    "Accelerate": "accelerate_loop.py",
+    "Fabric": "fabric_loop.py",
+    "Ignite": "ignite_loop.py",
+}
+OURS, LIMIT = "this project", "limit"
+EVERYBODY = ("naive", "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
+WARM_UP = 0.2  # of the steps
+PATIENCE_S = 1800
+
+
+@dataclass
+class Case:
+    """What is trained. `batch`: images of each process. `flags`: options that all contestants take."""
+
+    name: str
+    title: str
+    processes: int
+    batch: int
+    steps: int
+    dataset: str = "cifar10"
+    model: str = "ToyModel"
+    image_size: int = 32
+    flags: tuple[str, ...] = ()
+    contestants: tuple[str, ...] = EVERYBODY
+    speeds: dict[str, list[float]] = field(default_factory=dict)  # images/s of all processes, by contestant
+
+
+def cases_for(gpus: int) -> list[Case]:
+    """What is measured on a machine with so many GPUs."""
+    if gpus == 0:
+        return [
+            Case("toy-b16-p1", "ToyModel, batch 16, 1 process", 1, 16, 800),
+            Case("toy-b16-p2", "ToyModel, batch 16, 2 processes", 2, 16, 800),
+            Case("toy-b128-p1", "ToyModel, batch 128, 1 process", 1, 128, 250),
+            Case("toy-b128-p2", "ToyModel, batch 128, 2 processes", 2, 128, 190),
+            Case("jpeg-b64-p2", "JPEG files, batch 64, 2 processes", 2, 64, 60, dataset="imagefolder", image_size=128),
+        ]
+    fast = ("--precision", "bf16", "--channels-last")
+    cases = [Case("toy-b128", "ToyModel, batch 128", gpus, 128, min(1000, 50_000 // (128 * gpus) - 1))]
+    for model, batch in (("resnet18", 256), ("resnet50", 128)):
+        for flags in ((), fast, (*fast, "--compile")):
+            title = " ".join((f"{model}, 224 x 224, batch {batch}", *flags))
+            name = f"{model}{''.join(flags).replace('--precision', '').replace('--', '-')}"
+            both = (OURS, LIMIT)
+            cases.append(
+                Case(name, title, gpus, batch, 10_000 // (batch * gpus) - 1, "synthetic", model, 224, flags, both)
+            )
+    return cases
+
+
+class Bench:
+    """Folders and commands of one benchmark run."""
+
+    def __init__(self, folder: Path, data_dir: Path | None) -> None:
+        self.folder, self.given = folder, data_dir
+        command = ["cookiecutter", "--no-input", "--output-dir", str(folder / "project"), str(REPOSITORY)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (self.project,) = (folder / "project").iterdir()
+
+    def data_dir(self, case: Case) -> Path:
+        """The images of `case`, made when first asked for."""
+        if case.dataset == "cifar10" and self.given is not None:
+            return self.given
+        made = self.folder / case.dataset
+        if not made.exists():
+            {"cifar10": cifar10, "imagefolder": jpegs}.get(case.dataset, Path.mkdir)(made)
+        return made
+
+    def speed(self, case: Case, contestant: str) -> float:
+        """Run `contestant` once. Returns images/s of all processes, after the warm-up."""
+        times, output = self.folder / "times.json", self.folder / "output"
+        shutil.rmtree(output, ignore_errors=True)
+        times.unlink(missing_ok=True)
+        data = self.data_dir(case)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command += [f"--nproc-per-node={case.processes}", str(HERE / "loops/timed.py")]
+        command += ["--steps", str(case.steps), "--times", str(times)]
+        if case.dataset == "cifar10" and self.given is None:
+            command += ["--cifar10", str(data)]
+        options = ["--model", case.model, "--batch-size", str(case.batch), "--image-size", str(case.image_size)]
+        options += case.flags
+        if contestant == OURS:
+            command += [str(self.project / "main.py"), "--dataset", case.dataset, "--data-dir", str(data), *options]
+            command += ["--output-dir", str(output), "--checkpoint-every", "100"]
+        elif contestant == LIMIT:
+            command += [str(HERE / "loops/limit.py"), "--project", str(self.project), *options]
+        else:
+            command += [str(HERE / "loops" / PEERS[contestant]), "--project", str(self.project), *options]
+            command += ["--dataset", case.dataset, "--data-dir", str(data)]
+        threads = max(1, (os.cpu_count() or 1) // case.processes)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_MININTERVAL": "0.5"}
+        log = self.folder / "log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=PATIENCE_S
+            )
+        if done.returncode != 0:
+            sys.exit(f"{contestant}, {case.title}, ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        at = json.loads(times.read_text())
+        first = int(WARM_UP * len(at))
+        return (len(at) - 1 - first) * case.batch * case.processes / (at[-1] - at[first])
+
+
+def table(case: Case) -> list[str]:
+    """Medians, and the spread of the ratios, which are taken within each repetition."""
+    lines = [f"**{case.title}**", "", "| | images/s | of the limit | times naive |", "|---|--:|--:|--:|"]
+    for name, speeds in case.speeds.items():
+        row = f"| {name} | {statistics.median(speeds):,.0f} |"
+        for other, shown in ((LIMIT, "{:.1%}"), ("naive", "{:.2f}")):
+            ratios = sorted(ours / theirs for ours, theirs in zip(speeds, case.speeds.get(other, []), strict=False))
+            middle = shown.format(statistics.median(ratios)) if ratios else "-"
+            spread = f" ({shown.format(ratios[0])} to {shown.format(ratios[-1])})" if len(ratios) > 1 else ""
+            row += f" {middle}{spread if name != other else ''} |"
+        lines.append(row)
+    return [*lines, ""]
+
+
+def plot(cases: Sequence[Case], path: Path) -> None:
+    """Each contestant's part of the limit, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(cases), figsize=(2.9 * len(cases), 3.2), sharey=True, squeeze=False)
+    for panel, case in zip(panels[0], cases, strict=True):
+        names = [name for name in case.speeds if name != LIMIT]
+        limit = statistics.median(case.speeds[LIMIT])
+        parts = [100 * statistics.median(case.speeds[name]) / limit for name in names]
+        colours = ["#1f6feb" if name == OURS else "#9aa4af" for name in names]
+        bars = panel.bar(names, parts, color=colours)
+        panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+        panel.axhline(100, color="black", linewidth=0.8)
+        panel.set_title(case.title, fontsize=8)
+        panel.set_ylim(0, 115)
+        panel.tick_params(axis="x", rotation=60, labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("images/s, in % of the limit")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def machine() -> str:
+    names = ("torch", "torchvision", "accelerate", "lightning-fabric", "pytorch-ignite")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    gpus = torch.cuda.device_count()
+    device = f"{gpus} x {torch.cuda.get_device_name(0)}, " if gpus else ""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return f"{device}{model}, {os.cpu_count()} cores, Linux; Python {platform.python_version()}, {versions}"
+
+
+def main() -> None:
+    gpus = torch.cuda.device_count()
+    cases = cases_for(gpus)
+    parser = argparse.ArgumentParser(description="Training speed of this project beside others.")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases], metavar="NAME")
+    parser.add_argument("--contestants", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="NAME")
+    parser.add_argument("--steps", type=float, default=1.0, help="times as many steps as usual")
+    parser.add_argument("--data-dir", type=Path, help="CIFAR-10, where it is; default: made-up images of that size")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "build/bench", metavar="DIR")
+    options = parser.parse_args()
+    cases = [case for case in cases if options.cases is None or case.name in options.cases]
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        bench = Bench(Path(folder), options.data_dir)
+        for number in range(options.repetitions):
+            for case in cases:
+                case.steps = max(10, int(case.steps * (options.steps if number == 0 else 1)))
+                for name in (name for name in case.contestants if name in options.contestants):
+                    speed = bench.speed(case, name)
+                    case.speeds.setdefault(name, []).append(speed)
+                    print(f"{number + 1}/{options.repetitions}  {case.name:<14} {name:<14} {speed:10,.0f}", flush=True)
+    print()
+    for case in cases:
+        print("\n".join(table(case)))
+    print(machine())
+    results = {"machine": machine(), "cases": {case.name: case.speeds for case in cases}}
+    (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    if all(LIMIT in case.speeds for case in cases):
+        plot(cases, options.output / "speed.png")
+        print(f"plot: {options.output / 'speed.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What benchmark.py has measured, as a table, as CSV and as a plot. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
+SILENT, DATA = "without all-reduce", "with real data"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: `kind` of training on `processes`, or GPUs of DataParallel, with `batch` samples on each."""
+
+    kind: str
+    processes: int
+    batch: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """The measurements of one kind, over all rounds; speed-up and efficiency against one process, if there was one."""
+
+    kind: str
+    processes: int
+    batch: int
+    samples_per_s: float
+    least: float
+    most: float
+    speed_up: float | None
+    efficiency: float | None
+
+
+def summary(rows: Sequence[Row]) -> list[Line]:
+    """A line for each kind and number of processes, in the order in which they were measured first."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.kind, row.processes), []).append(row)
+    alone = [row.samples_per_s for row in rows if row.kind == ONE]
+    lines = []
+    for (kind, processes), group in groups.items():
+        speeds = [row.samples_per_s for row in group]
+        middle = statistics.median(speeds)
+        speed_up = middle / statistics.median(alone) if alone else None
+        efficiency = speed_up / processes if speed_up is not None else None
+        lines.append(Line(kind, processes, group[0].batch, middle, min(speeds), max(speeds), speed_up, efficiency))
+    return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    """What is read first."""
+    said = [f"{'':<28}{'batch each':>10}{'samples/s':>12}{'spread':>9}{'speed-up':>11}{'efficiency':>12}"]
+    for line in lines:
+        if line.kind in (SILENT, DATA):
+            continue
+        spread = (line.most - line.least) / line.samples_per_s
+        text = f"{_who(line):<28}{line.batch:>10}{line.samples_per_s:>12,.0f}{spread:>9.0%}"
+        if line.speed_up is not None and line.efficiency is not None:
+            text += f"{line.speed_up:>11.2f}{line.efficiency:>12.0%}"
+        said.append(text)
+    return "\n".join(said)
+
+
+def _who(line: Line) -> str:
+    if line.kind == ONE:
+        return ONE
+    if line.kind == PARALLEL:
+        return f"DataParallel, {line.processes} GPUs"
+    if line.processes == 1:
+        return "DDP, 1 process"
+    return f"DDP, {line.processes} processes, {line.kind.removeprefix('DDP, ')}"
+
+
+def limits(lines: Sequence[Line]) -> str:
+    """Where the time of a step of DDP goes, for each number of processes.
+
+    Communication is what the step takes longer than without all-reduce, data what it takes longer on real batches.
+    """
+    said = []
+    for processes in sorted({line.processes for line in lines if line.kind == WEAK}):
+        speeds = {line.kind: line.samples_per_s for line in lines if line.processes == processes}
+        silent, resident = 1 / speeds[SILENT], 1 / speeds[WEAK]
+        real = 1 / speeds.get(DATA, speeds[WEAK])
+        whole = max(silent, resident, real)
+        parts = {"communication": max(0.0, resident - silent) / whole, "data": max(0.0, real - resident) / whole}
+        parts = {"compute": 1 - sum(parts.values()), **parts}
+        if DATA not in speeds:
+            del parts["data"]
+        shown = "  ".join(f"{name} {part:>4.0%}" for name, part in parts.items())
+        who = f"{processes} process{'es' if processes > 1 else ''}"
+        said.append(f"{who:<14}{shown}   limited by {max(parts, key=parts.__getitem__)}")
+    return "\n".join(said)
+
+
+def write_csv(path: Path, lines: Sequence[Line]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(vars(lines[0])))
+        writer.writeheader()
+        writer.writerows(vars(line) for line in lines)
+
+
+def plot(path: Path, title: str, lines: Sequence[Line]) -> None:
+    """Samples/s by processes. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, mark in ((WEAK, "o-"), (STRONG, "s--"), (PARALLEL, "^")):
+        points = [line for line in lines if line.kind == kind]
+        if points:
+            axes.plot([line.processes for line in points], [line.samples_per_s for line in points], mark, label=kind)
+    alone = next((line for line in lines if line.kind == ONE), None)
+    if alone is not None:
+        most = max(line.processes for line in lines)
+        ideal = [alone.samples_per_s * processes for processes in (1, most)]
+        axes.plot((1, most), ideal, ":", color="gray", label="one process, times as many")
+    axes.set(title=title, xlabel="processes", ylabel="samples/s", ylim=(0, None))
+    axes.set_xticks(sorted({line.processes for line in lines}))
+    axes.legend()
+    figure.savefig(path, dpi=150)
