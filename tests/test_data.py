@@ -25,11 +25,13 @@ import numpy
 import pytest
 import torch
 import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils import tensorboard  # noqa: F401  the same
 from torch.utils.data import Dataset, DistributedSampler, Subset, TensorDataset, random_split
 from torchvision.datasets import CIFAR10
+from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
 import data
 import ddp.workers
@@ -521,6 +523,27 @@ def test_odd_images_are_trained_on_by_two_processes_with_two_workers(images: Pat
     shared = ("--dataset", "imagefolder", "--data-dir", images, "--output-dir", tmp_path / "out", "--device", "cpu")
     output = train(2, *shared, "--batch-size", 2, "--workers", 2, "--epochs", 2)
     assert "10 training samples, 4 test samples" in output
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+@pytest.mark.parametrize(("w", "h"), [(120, 90), (75, 160), (48, 48), (20, 30)])
+@pytest.mark.parametrize("layout", [(), ("--channels-last",)])
+def test_an_image_file_is_read_as_torchvision_resizes_and_crops_it(
+    tmp_path: Path, ending: str, w: int, h: int, layout: tuple[str, ...]
+) -> None:
+    """To half a pixel: it cuts out before it resizes, and a large JPEG is decoded at half of its size."""
+    coarse = torch.randint(0, 256, (1, 3, 6, 5), generator=torch.Generator().manual_seed(1)).float()
+    picture = F.interpolate(coarse, size=(h, w), mode="bicubic").clamp(0, 255).to(torch.uint8)[0]
+    (tmp_path / "all").mkdir()
+    path = tmp_path / "all" / f"one.{ending}"
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path, quality=95)
+    dataset = ImageFiles(options("--image-size=40", *layout), tmp_path)
+    images, _, _ = dataset.__getitems__([0])
+    expected = pil_to_tensor(center_crop(resize(Image.open(path).convert("RGB"), 40), [40, 40]))
+    difference = (images[0].float() - expected.float()).abs()
+    assert difference.mean() < 5 and images.shape == (1, 3, 40, 40)
+    inputs, _ = dataset.prepare((images, images, images))
+    assert inputs.is_contiguous(memory_format=torch.channels_last if layout else torch.contiguous_format)
 
 
 # ---- order and augmentation -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
@@ -155,19 +156,22 @@ class ImageFiles(Images):
         return images, torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices)
 
     def _read(self, path: str) -> Tensor:
-        """[3, image_size, image_size] uint8: the shorter side resized, the middle cut out."""
+        """[3, image_size, image_size] uint8: the square in the middle, resized."""
         from PIL import Image
-        from torchvision.transforms import functional as transforms
 
         size = self.config.image_size
         try:
             with Image.open(path) as file:
+                file.draft("RGB", (size, size))  # a JPEG of twice the size or more is decoded at a half, a quarter ...
                 image = file.convert("RGB")
         except Exception as error:  # Pillow raises whatever a decoder trips over
             raise EnvironmentFailure(f"{path} is not an image that can be read; replace or remove it") from error
         if image.size != (size, size):
-            image = transforms.center_crop(transforms.resize(image, size), [size, size])
-        return transforms.pil_to_tensor(image)
+            w, h = image.size
+            left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
+            box = (left, top, left + side, top + side)  # cut out first: what is cut away need not be resized
+            image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
 # ---- where they come from -------------------------------------------------------------------------------------------
