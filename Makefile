@@ -1,7 +1,8 @@
-# make demo: see it run.   make test: all tests.   make check: what to run while editing.
+# make demo: see it run.   make test: all tests.   make check: what to run while editing.   make bench: how fast it is.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
+BENCH_VENV ?= build/bench-venv
 BIN := $(VENV)/bin
 TEMPLATE := {{cookiecutter.project_slug}}
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -11,7 +12,7 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-.PHONY: demo test check lint types
+.PHONY: demo test check lint types bench
 
 demo: $(VENV)/ready
 	$(BIN)/python scripts/demo.py
@@ -23,6 +24,10 @@ test: lint types
 check: lint types
 	$(PYTEST) tests -m 'not slow'
 
+# In an environment of its own, which holds the others that it is compared with. ARGS='--help' says what there is.
+bench: $(BENCH_VENV)/ready
+	$(BENCH_VENV)/bin/python benchmarks/training.py $(ARGS)
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,10 +36,12 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	cd '$(TEMPLATE)' && mypy --config-file '$(CURDIR)/pyproject.toml' .
 
-# The environment: plain torch from PyPI, and the tools of pyproject.toml's group "dev".
-$(VENV)/ready: pyproject.toml
+# The environments: plain torch from PyPI, and what pyproject.toml's groups "dev" and "bench" name.
+$(VENV)/ready: GROUP := dev
+$(BENCH_VENV)/ready: GROUP := bench
+$(VENV)/ready $(BENCH_VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; set PYTHON=...") if sys.version_info < (3, 10) else 0'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --group dev
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install --quiet --group $(GROUP)
 	touch $@

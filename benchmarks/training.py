@@ -28,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
 from made_up import cifar10, jpegs
 
 HERE = Path(__file__).resolve().parent
@@ -89,7 +90,15 @@ class Bench:
 
     def __init__(self, folder: Path, data_dir: Path | None) -> None:
         self.folder, self.given = folder, data_dir
-        command = ["cookiecutter", "--no-input", "--output-dir", str(folder / "project"), str(REPOSITORY)]
+        command = [
+            sys.executable,
+            "-m",
+            "cookiecutter",
+            "--no-input",
+            "--output-dir",
+            str(folder / "project"),
+            str(REPOSITORY),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (self.project,) = (folder / "project").iterdir()
 
@@ -132,7 +141,7 @@ class Bench:
             )
         if done.returncode != 0:
             sys.exit(f"{contestant}, {case.title}, ended with {done.returncode}:\n{log.read_text()[-3000:]}")
-        at = json.loads(times.read_text())
+        at = json.loads(times.read_text())["steps"]
         first = int(WARM_UP * len(at))
         return (len(at) - 1 - first) * case.batch * case.processes / (at[-1] - at[first])
 

@@ -250,8 +250,8 @@ def test_cifar10_is_read_as_torchvision_reads_it(cifar10: Callable[..., FakeCifa
     fake.unpack()
     train_set, test_set = data.load_datasets(options("--data-dir", fake.root))
     for ours, theirs in ((train_set, CIFAR10(fake.root)), (test_set, CIFAR10(fake.root, train=False))):
-        images, targets, _ = ours.__getitems__(list(range(len(theirs))))
-        assert torch.equal(images, torch.from_numpy(theirs.data).permute(0, 3, 1, 2))
+        targets, _ = ours.__getitems__(list(range(len(theirs))))
+        assert torch.equal(ours.images, torch.from_numpy(theirs.data).permute(0, 3, 1, 2))
         assert targets.tolist() == theirs.targets
     assert train_set.classes == [f"name {number}" for number in range(10)]
 
@@ -404,7 +404,7 @@ def test_an_image_folder_has_train_and_val_or_test(images: Path, name: str) -> N
     train_set, test_set = from_folder(images)
     assert (len(train_set), len(test_set)) == (5, 4)
     assert train_set.classes == test_set.classes == ["cat", "dog"]
-    pictures, targets, _ = train_set.__getitems__([0, 2, 4])
+    targets, _, pictures = train_set.__getitems__([0, 2, 4])
     assert targets.tolist() == [0, 0, 1]
     assert pictures[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 0, 255], [255, 0, 0]]
 
@@ -486,7 +486,7 @@ def only(folder: Path, path: Path) -> Tensor:
     """The image at `path` as the dataset gives it: [3, h, w]."""
     train_set, _ = from_folder(folder, "--image-size", 24)
     index = [sample for sample, _ in train_set.samples].index(str(path))
-    return train_set.__getitems__([index])[0][0]
+    return train_set.__getitems__([index])[2][0]
 
 
 @pytest.mark.parametrize("size", [(24, 24), (60, 30), (30, 60), (7, 7), (3, 90), (25, 24)])
@@ -538,7 +538,7 @@ def test_an_image_file_is_read_as_torchvision_resizes_and_crops_it(
     path = tmp_path / "all" / f"one.{ending}"
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path, quality=95)
     dataset = ImageFiles(options("--image-size=40", *layout), tmp_path)
-    images, _, _ = dataset.__getitems__([0])
+    _, _, images = dataset.__getitems__([0])
     expected = pil_to_tensor(center_crop(resize(Image.open(path).convert("RGB"), 40), [40, 40]))
     difference = (images[0].float() - expected.float()).abs()
     assert difference.mean() < 5 and images.shape == (1, 3, 40, 40)

@@ -129,7 +129,7 @@ def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
     def recording(self: Any, batch: Any) -> Any:
         if len(self) == data.SYNTHETIC_SIZES["train"]:
             with (output / f"indices-{os.getpid()}").open("a") as file:
-                file.write("".join(f"{index}\n" for index in batch[2].tolist()))
+                file.write("".join(f"{index}\n" for index in batch[1].tolist()))
         return prepare(self, batch)
 
     monkeypatch.setattr(data.Images, "prepare", recording)

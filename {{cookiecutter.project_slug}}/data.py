@@ -43,13 +43,10 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     return train_set, test_set
 
 
-Batch = tuple[Tensor, Tensor, Tensor]
-
-
 class Images(Dataset):
     """Images of one size, as uint8; a batch is normalised and, in training, augmented on the device.
 
-    A batch is images [b, 3, h, w] uint8, targets [b], indices [b].
+    A batch is targets [b], indices [b], images [b, 3, h, w] uint8.
     """
 
     classes: Sequence[str]
@@ -63,11 +60,10 @@ class Images(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """inputs [b, 3, image_size, image_size] float, normalised; targets [b]."""
-        images, targets, _ = batch
-        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
-        inputs = images.to(torch.float32, memory_format=layout)
+        targets, _, images = batch
+        inputs = images.to(torch.float32, memory_format=self._layout())
         if self._mean.shape[1:] != inputs.shape[1:] or self._mean.device != inputs.device:
             # As large as an image: where channels come last, [1, 3, 1, 1] would be spread value by value.
             one = torch.ones_like(inputs[:1])
@@ -78,25 +74,27 @@ class Images(Dataset):
             inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)
         return inputs, targets
 
-    def augment(self, batch: Batch, epoch: int) -> Batch:
+    def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
         """Mirror every other image, and shift all by up to 1/16 of their size, with black behind."""
-        images, targets, indices = batch
-        b, c, h, w = images.shape
-        pad = w // 16
-        shifts, mirrored = self._table(epoch, pad, images.device)
-        padded = F.pad(images, (pad,) * 4)
-        both = torch.cat([padded, padded.flip(3)])  # [2 b, c, h + 2 pad, w + 2 pad]
-        # To shift an image is to begin to read it later: so one copy moves an image, where indexing copies row by row.
+        targets, indices, images = batch
+        rows, pad = torch.arange(len(images), device=images.device), images.shape[-1] // 16
+        return targets, indices, self._moved(_framed_and_mirrored(images, pad), pad, rows, indices, epoch)
+
+    def _moved(self, both: Tensor, pad: int, rows: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        """Images `rows` of `both`, which `_framed_and_mirrored` has made, as samples `indices` look: [b, 3, h, w]."""
+        n, c, h, w = both.shape[0], both.shape[1], both.shape[2] - 2 * pad, both.shape[3] - 2 * pad
+        shifts, mirrored = self._table(epoch, pad, both.device)
         image, plane, row, pixel = both.stride()
+        # To shift an image is to begin to read it later: so one copy moves an image, where indexing copies row by row.
         length = (c - 1) * plane + (h - 1) * row + (w - 1) * pixel + 1
         down, right = shifts[indices].unbind(1)
-        starts = (torch.arange(b, device=images.device) + b * mirrored[indices]) * image + down * row + right * pixel
+        starts = (rows + n // 2 * mirrored[indices]) * image + down * row + right * pixel
         from_anywhere = both.as_strided((both.numel(),), (1,)).unfold(0, length, 1)
-        return (
-            from_anywhere.index_select(0, starts).as_strided((b, c, h, w), (length, plane, row, pixel)),
-            targets,
-            indices,
-        )
+        found = from_anywhere.index_select(0, starts)
+        return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
+
+    def _layout(self) -> torch.memory_format:
+        return torch.channels_last if self.config.channels_last else torch.contiguous_format
 
     def _table(self, epoch: int, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Shift [n, 2] and mirroring [n] of each sample: a function of (seed, epoch, sample), whoever asks."""
@@ -108,34 +106,43 @@ class Images(Dataset):
         return self._shifts, self._mirrored
 
 
+def _framed_and_mirrored(images: Tensor, pad: int) -> Tensor:
+    """[2 b, 3, h + 2 pad, w + 2 pad]: all images with a black frame, and all again, mirrored."""
+    framed = F.pad(images, (pad,) * 4)
+    return torch.cat([framed, framed.flip(3)])
+
+
 class ImagesInMemory(Images):
-    """Images that fit in memory: images [n, 3, h, w] uint8, targets [n]."""
+    """Images that fit in memory: images [n, 3, h, w] uint8, targets [n]. A batch is made of them on their device."""
 
     in_memory = True
     at_once = 256  # samples that ddp/loader.py reads and augments together: small batches one by one would cost more
 
     def __init__(self, config: Config, images: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
         super().__init__(config, len(images))
-        self.targets, self.classes = targets, classes
-        # In memory as the model wants them: to change the order of a batch costs more than all else here.
-        order = (0, 2, 3, 1) if config.channels_last else (0, 1, 2, 3)
-        self._back = (0, 3, 1, 2) if config.channels_last else (0, 1, 2, 3)
-        self._stored = images.permute(order).contiguous()
-
-    @property
-    def images(self) -> Tensor:
-        """[n, 3, h, w] uint8."""
-        return self._stored.permute(self._back)
+        self.images, self.targets, self.classes = images, targets, classes
+        self._both: Tensor | None = None
 
     def to(self, device: torch.device) -> None:
         """Move the images to a GPU, if they take little of its memory: batches are then made there."""
-        if self._stored.nbytes < 0.1 * torch.cuda.mem_get_info(device)[0]:
-            self._stored, self.targets = self._stored.to(device), self.targets.to(device)
+        if self.images.nbytes < 0.05 * torch.cuda.mem_get_info(device)[0]:
+            self.images, self.targets = self.images.to(device), self.targets.to(device)
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        chosen = torch.tensor(indices, device=self._stored.device)
-        images = self._stored.index_select(0, chosen).permute(self._back)
-        return images, self.targets.index_select(0, chosen), chosen
+    def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
+        chosen = torch.tensor(indices, device=self.targets.device)
+        return self.targets.index_select(0, chosen), chosen
+
+    def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
+        targets, indices = batch
+        pad = self.images.shape[-1] // 16
+        if self._both is None:  # once, and only for training; takes 2.5 times the memory of the images
+            self._both = _framed_and_mirrored(self.images, pad).contiguous(memory_format=self._layout())
+        return targets, indices, self._moved(self._both, pad, indices, indices, epoch)
+
+    def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        targets, indices, *augmented = batch
+        images = augmented[0] if augmented else self.images.index_select(0, indices)
+        return super().prepare((targets, indices, images))
 
 
 class ImageFiles(Images):
@@ -151,9 +158,9 @@ class ImageFiles(Images):
         super().__init__(config, len(found.samples))
         self.samples, self.classes = found.samples, found.classes
 
-    def __getitems__(self, indices: list[int]) -> Batch:
+    def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
         images = torch.stack([self._read(self.samples[index][0]) for index in indices])
-        return images, torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices)
+        return torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices), images
 
     def _read(self, path: str) -> Tensor:
         """[3, image_size, image_size] uint8: the square in the middle, resized."""

@@ -56,7 +56,6 @@ def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
-@torch.no_grad()
 def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """What is added up over batches and ranks, so that every sample counts the same. `loss` and `count` are needed."""
     return {

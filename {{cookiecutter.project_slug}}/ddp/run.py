@@ -31,6 +31,7 @@ from ddp.step import seed_rank
 from ddp.stop import requests, stopped
 
 log = logging.getLogger(__name__)
+STATUS_EVERY_S = 1.0
 LAST_SAVE_S = 25.0  # torchrun kills what has not ended 30 s after another process failed
 
 
@@ -47,6 +48,7 @@ class Run:
         self.profiler: Any = NoWriter()
         self.clock = Clock()
         self.started = time.perf_counter()
+        self.status_at = 0.0  # when status.json last said how far the run is
 
     # ---- resuming and saving ----------------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of everything given to `resume`; and best.pt, if this step's evaluation was the best."""
         with self.clock.paused():
+            self.status_at = 0.0
             self._log_safely(self.writer.flush)
             self.checkpoints.save(before=self._sync_logs)
 
@@ -184,7 +187,9 @@ class Run:
         if not isinstance(self.writer, NoWriter):
             with storage(self.folder.path / "metrics.jsonl"):
                 write()
-                self._write_status("running")
+                if time.monotonic() - self.status_at > STATUS_EVERY_S:
+                    self.status_at = time.monotonic()
+                    self._write_status("running")
 
     def end_epoch(self, scores: Mapping[str, float], figure: float, test_loader: TestLoader) -> None:
         """After the evaluation at the end of an epoch, or of --max-steps: log and save. `figure`: higher is better."""
