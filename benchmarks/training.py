@@ -6,7 +6,8 @@
 Each contestant is a script in loops/, written as its own documentation recommends, and runs under torchrun, timed from
 outside by loops/timed.py. The limit is the DDP step alone, again and again on one batch that lies on the device. In
 each repetition all contestants take turns, so that a noisy machine disturbs all of them alike; ratios are taken within
-a repetition. Prints tables in Markdown; writes results.json and a plot.
+a repetition. How much of the limit this project reaches is too small a difference for that: there both take turns in
+the same processes, every 50 steps. Prints tables in Markdown; writes results.json and a plot.
 
 On a machine with GPUs the cases are other ones: ToyModel, ResNet-18 and ResNet-50, in bf16 too.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,16 +36,19 @@ from made_up import cifar10, jpegs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-PEERS = {
-    "naive": "naive.py",
+NAIVE, OURS, LIMIT = "naive", "this project", "limit"
+SCRIPTS = {
+    NAIVE: "naive.py",
     "Accelerate": "accelerate_loop.py",
     "Fabric": "fabric_loop.py",
     "Ignite": "ignite_loop.py",
+    LIMIT: "limit.py",
 }
-OURS, LIMIT = "this project", "limit"
-EVERYBODY = ("naive", "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
+EVERYBODY = (NAIVE, "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
+SLICE = 50  # steps, as in loops/timed.py
+CIFAR10 = 50_000  # images
 WARM_UP = 0.2  # of the steps
-PATIENCE_S = 1800
+LONGEST_S = 1800
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Case:
     flags: tuple[str, ...] = ()
     contestants: tuple[str, ...] = EVERYBODY
     speeds: dict[str, list[float]] = field(default_factory=dict)  # images/s of all processes, by contestant
+    parts: list[float] = field(default_factory=list)  # of the limit that this project reaches, both taking turns
 
 
 def cases_for(gpus: int) -> list[Case]:
@@ -113,51 +120,72 @@ class Bench:
 
     def speed(self, case: Case, contestant: str) -> float:
         """Run `contestant` once. Returns images/s of all processes, after the warm-up."""
-        times, output = self.folder / "times.json", self.folder / "output"
+        at = self._run(case, contestant, case.steps)["steps"]
+        first = int(WARM_UP * len(at))
+        return (len(at) - 1 - first) * case.batch * case.processes / (at[-1] - at[first])
+
+    def part_of_limit(self, case: Case) -> float:
+        """This project's speed over the limit's: the median of slices of steps, without those of an epoch's end."""
+        epoch = CIFAR10 // (case.batch * case.processes)
+        steps = max(case.steps, 12 * SLICE)
+        found = self._run(case, OURS, steps, "--beside-limit", shlex.join(self._model(case, LIMIT)))
+        begins = range(SLICE, steps, SLICE)
+        whole = [times for begin, times in zip(begins, found["slices"], strict=False) if begin % epoch + SLICE < epoch]
+        return statistics.median(limit / ours for ours, limit in whole)
+
+    def _model(self, case: Case, contestant: str) -> list[str]:
+        options = ["--model", case.model, "--batch-size", str(case.batch), "--image-size", str(case.image_size)]
+        return [*options, *case.flags, *(() if contestant == OURS else ("--project", str(self.project)))]
+
+    def _run(self, case: Case, contestant: str, steps: int, *timing: str) -> dict[str, list[Any]]:
+        """Run `contestant`; returns what loops/timed.py has written."""
+        times, output, log = self.folder / "times.json", self.folder / "output", self.folder / "log"
         shutil.rmtree(output, ignore_errors=True)
         times.unlink(missing_ok=True)
         data = self.data_dir(case)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         command += [f"--nproc-per-node={case.processes}", str(HERE / "loops/timed.py")]
-        command += ["--steps", str(case.steps), "--times", str(times)]
+        command += ["--steps", str(steps), "--times", str(times), *timing]
         if case.dataset == "cifar10" and self.given is None:
             command += ["--cifar10", str(data)]
-        options = ["--model", case.model, "--batch-size", str(case.batch), "--image-size", str(case.image_size)]
-        options += case.flags
         if contestant == OURS:
-            command += [str(self.project / "main.py"), "--dataset", case.dataset, "--data-dir", str(data), *options]
-            command += ["--output-dir", str(output), "--checkpoint-every", "100"]
-        elif contestant == LIMIT:
-            command += [str(HERE / "loops/limit.py"), "--project", str(self.project), *options]
+            command += [str(self.project / "main.py"), "--output-dir", str(output), "--checkpoint-every", "1000"]
         else:
-            command += [str(HERE / "loops" / PEERS[contestant]), "--project", str(self.project), *options]
+            command.append(str(HERE / "loops" / SCRIPTS[contestant]))
+        command += self._model(case, contestant)
+        if contestant != LIMIT:
             command += ["--dataset", case.dataset, "--data-dir", str(data)]
         threads = max(1, (os.cpu_count() or 1) // case.processes)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_MININTERVAL": "0.5"}
-        log = self.folder / "log"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         with log.open("w") as file:
             done = subprocess.run(
-                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=PATIENCE_S
+                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=LONGEST_S
             )
         if done.returncode != 0:
             sys.exit(f"{contestant}, {case.title}, ended with {done.returncode}:\n{log.read_text()[-3000:]}")
-        at = json.loads(times.read_text())["steps"]
-        first = int(WARM_UP * len(at))
-        return (len(at) - 1 - first) * case.batch * case.processes / (at[-1] - at[first])
+        return json.loads(times.read_text())
 
 
 def table(case: Case) -> list[str]:
-    """Medians, and the spread of the ratios, which are taken within each repetition."""
-    lines = [f"**{case.title}**", "", "| | images/s | of the limit | times naive |", "|---|--:|--:|--:|"]
+    """Medians, and from where to where the ratios go, which are taken within each repetition."""
+    lines = [f"**{case.title}**", "", "| | images/s | times naive | of the limit |", "|---|--:|--:|--:|"]
     for name, speeds in case.speeds.items():
-        row = f"| {name} | {statistics.median(speeds):,.0f} |"
-        for other, shown in ((LIMIT, "{:.1%}"), ("naive", "{:.2f}")):
-            ratios = sorted(ours / theirs for ours, theirs in zip(speeds, case.speeds.get(other, []), strict=False))
-            middle = shown.format(statistics.median(ratios)) if ratios else "-"
-            spread = f" ({shown.format(ratios[0])} to {shown.format(ratios[-1])})" if len(ratios) > 1 else ""
-            row += f" {middle}{spread if name != other else ''} |"
-        lines.append(row)
+        to_naive = _ratios(speeds, case.speeds.get(NAIVE, [])) if name != NAIVE else [1.0]
+        of_limit = case.parts if name == OURS and case.parts else _ratios(speeds, case.speeds.get(LIMIT, []))
+        cells = [f"{statistics.median(speeds):,.0f}", _shown(to_naive, "{:.2f}"), _shown(of_limit, "{:.1%}")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(ours, theirs, strict=False)]
+
+
+def _shown(ratios: Sequence[float], form: str) -> str:
+    if not ratios:
+        return "-"
+    spread = f" ({form.format(min(ratios))} to {form.format(max(ratios))})" if min(ratios) < max(ratios) else ""
+    return form.format(statistics.median(ratios)) + spread
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:
@@ -172,6 +200,8 @@ def plot(cases: Sequence[Case], path: Path) -> None:
         names = [name for name in case.speeds if name != LIMIT]
         limit = statistics.median(case.speeds[LIMIT])
         parts = [100 * statistics.median(case.speeds[name]) / limit for name in names]
+        if case.parts and OURS in names:
+            parts[names.index(OURS)] = 100 * statistics.median(case.parts)
         colours = ["#1f6feb" if name == OURS else "#9aa4af" for name in names]
         bars = panel.bar(names, parts, color=colours)
         panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
@@ -220,11 +250,17 @@ def main() -> None:
                     speed = bench.speed(case, name)
                     case.speeds.setdefault(name, []).append(speed)
                     print(f"{number + 1}/{options.repetitions}  {case.name:<14} {name:<14} {speed:10,.0f}", flush=True)
+                if case.dataset == "cifar10" and {OURS, LIMIT} <= set(options.contestants):
+                    case.parts.append(bench.part_of_limit(case))
     print()
     for case in cases:
         print("\n".join(table(case)))
     print(machine())
-    results = {"machine": machine(), "cases": {case.name: case.speeds for case in cases}}
+    results = {
+        "machine": machine(),
+        "images_per_s": {case.name: case.speeds for case in cases},
+        "of_the_limit": {case.name: case.parts for case in cases},
+    }
     (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     if all(LIMIT in case.speeds for case in cases):
         plot(cases, options.output / "speed.png")

@@ -121,9 +121,10 @@ def indices_used(output: Path) -> list[int]:
 
 
 def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
-    """Let each process write down the indices of the samples it trains on."""
+    """Let each process write down the indices of the samples it trains on, and make batches one by one."""
     import data
 
+    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 1)
     prepare = data.Images.prepare
 
     def recording(self: Any, batch: Any) -> Any:
@@ -389,7 +390,7 @@ def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: 
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)
 
-    def adamw(parameters: Any, lr: float, *_: Any, weight_decay: float, fused: bool) -> torch.optim.Optimizer:
+    def adamw(parameters: Any, lr: float, momentum: float, weight_decay: float, fused: bool) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
 
     monkeypatch.setattr(torch.optim, "SGD", adamw)

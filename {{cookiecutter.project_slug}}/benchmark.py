@@ -99,7 +99,8 @@ class Trainer:
         self.task, self.config, self.group = task, task.config, group
         model = task.model().to(group.device).train()
         self.trained = wrapper(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4, fused=True)
+        fused = self.config.precision != "fp16"
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4, fused=fused)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=self.config.precision == "fp16")
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:

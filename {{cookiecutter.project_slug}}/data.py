@@ -27,6 +27,7 @@ from ddp.loader import derive_seed
 
 log = logging.getLogger("ddp.data")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and near enough of CIFAR-10
+PIXELS_AT_ONCE = 256 * 32 * 32  # 3 MB of floats
 SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}
 
 
@@ -116,10 +117,11 @@ class ImagesInMemory(Images):
     """Images that fit in memory: images [n, 3, h, w] uint8, targets [n]. A batch is made of them on their device."""
 
     in_memory = True
-    at_once = 256  # samples that ddp/loader.py reads and augments together: small batches one by one would cost more
 
     def __init__(self, config: Config, images: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
         super().__init__(config, len(images))
+        # Small batches are made several at once: one by one they would cost a small model percents of its step.
+        self.at_once = PIXELS_AT_ONCE // config.image_size**2
         self.images, self.targets, self.classes = images, targets, classes
         self._both: Tensor | None = None
 

@@ -41,11 +41,16 @@ def main(config: Config, placement: Placement) -> None:
         model.to(group.device)
         ddp_model = wrap(model, config, group)
         optimizer = torch.optim.SGD(
-            model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
+            model.parameters(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            fused=config.precision != "fp16",  # fused, it has no momentum yet if the scaler skips the first step
         )
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         meter = Meter(group)
+        share = torch.tensor(1 / config.grad_accum_steps, device=group.device)  # of one pass in the gradient of a step
 
         # What is named here is in every checkpoint. To add something with a state_dict, name it.
         run.resume(train_loader, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler, meter=meter)
@@ -66,7 +71,7 @@ def main(config: Config, placement: Placement) -> None:
                         with autocast(config, group):
                             outputs = ddp_model(inputs)
                             loss = compute_loss(outputs, targets)
-                        scaler.scale(loss / config.grad_accum_steps).backward()
+                        scaler.scale(loss).backward(share)
                     meter.add(sums(loss, outputs, targets))
 
                 if config.clip_grad is not None:

@@ -60,7 +60,7 @@ def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """What is added up over batches and ranks, so that every sample counts the same. `loss` and `count` are needed."""
     return {
         "loss": loss.detach() * len(targets),
-        "correct": (outputs.argmax(1) == targets).sum(),
+        "correct": (outputs.argmax(1) == targets).count_nonzero(),
         "count": len(targets),
     }
 

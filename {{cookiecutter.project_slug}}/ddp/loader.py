@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,8 @@ from config import Config
 from ddp.errors import UsageError
 from ddp.group import Group, plural
 from ddp.workers import started
+
+ALIGNMENT = 64  # bytes, at which torch begins tensors
 
 
 def derive_seed(*parts: int) -> int:
@@ -62,7 +64,7 @@ class TrainLoader:
     prepare(batch)         turns a batch, on the device, into (inputs, targets)
     in_memory              True: no DataLoader workers by default
     to(device)             moves the data to a GPU, or leaves them; called where there are no workers
-    at_once                how many samples to read and augment together, to be cut into batches afterwards
+    at_once                how many samples to read, augment and prepare together, before they are cut into batches
 
     `wait_s` adds up the seconds in which the training waited for data.
     """
@@ -192,9 +194,14 @@ def _prepared(
     for samples in started(loader):
         samples = tuple(part.to(group.device, non_blocking=True) for part in samples)
         samples = augment(samples, epoch) if augment else samples
-        several = loader.batch_size != config.batch_size
-        for batch in zip(*(part.split(config.batch_size) for part in samples), strict=True) if several else (samples,):
-            yield prepare(batch) if prepare else batch
+        samples = prepare(samples) if prepare else samples
+        yield from (samples,) if loader.batch_size == config.batch_size else _cut(samples, config.batch_size)
+
+
+def _cut(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Batches of `samples`, each where a tensor of its own would be: at another place, sums may round differently."""
+    for batch in zip(*(part.split(batch_size) for part in samples), strict=True):
+        yield tuple(part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in batch)
 
 
 def _move(dataset: Dataset, config: Config, group: Group) -> None:

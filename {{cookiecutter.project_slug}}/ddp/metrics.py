@@ -32,32 +32,31 @@ class Meter:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.batches: dict[str, list[Any]] = {}  # not added up yet; on the device
+        self.batches: list[dict[str, Any]] = []  # not added up yet; on the device
         self.local: Sums = {}  # not reduced yet; on the device
         self.total: Sums = {}  # over all ranks; on the host, and the same on every rank
         self.shapes: dict[str, torch.Size] | None = None
 
     def add(self, sums: Mapping[str, Any]) -> None:
         """Add one batch's sums: numbers or tensors. Costs no synchronisation, and now and then an addition."""
-        for name, value in sums.items():
-            values = self.batches.setdefault(name, [])
-            values.append(value.detach() if isinstance(value, torch.Tensor) else value)
-            if len(values) >= MOST_BATCHES:
-                self._add_up(name)
+        self.batches.append({name: _without_graph(value) for name, value in sums.items()})
+        if len(self.batches) >= MOST_BATCHES:
+            self._add_up()
 
-    def _add_up(self, name: str) -> None:
+    def _add_up(self) -> None:
         """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
-        values = self.batches.pop(name)
-        if isinstance(values[0], torch.Tensor):
-            total = torch.stack(values).double().sum(0)
-        else:
-            total = torch.tensor(sum(values), dtype=torch.double)
-        self.local[name] = self.local[name] + total if name in self.local else total
+        batches, self.batches = self.batches, []
+        for name in dict.fromkeys(name for batch in batches for name in batch):
+            values = [batch[name] for batch in batches if name in batch]
+            if isinstance(values[0], torch.Tensor):
+                total = torch.stack(values).double().sum(0)
+            else:
+                total = torch.tensor(sum(values), dtype=torch.double)
+            self.local[name] = self.local[name] + total if name in self.local else total
 
     def reduce(self) -> Sums:
         """The sums so far, over all ranks. Raises Diverged if the loss among them is not finite. Call on every rank."""
-        for name in list(self.batches):
-            self._add_up(name)
+        self._add_up()
         local = {name: value.cpu() for name, value in self.local.items()}
         if self.shapes is None:  # a rank without any batch learns from rank 0 what there is to add up
             self.shapes = self.group.on_main(lambda: {name: value.shape for name, value in local.items()})
@@ -90,6 +89,11 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total = dict(state["total"])
+
+
+def _without_graph(value: Any) -> Any:
+    """Else the memory of all steps that are not added up yet would be kept."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 class Clock:
