@@ -390,7 +390,7 @@ def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: 
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)
 
-    def adamw(parameters: Any, lr: float, momentum: float, weight_decay: float, fused: bool) -> torch.optim.Optimizer:
+    def adamw(parameters: Any, lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
 
     monkeypatch.setattr(torch.optim, "SGD", adamw)

@@ -99,8 +99,7 @@ class Trainer:
         self.task, self.config, self.group = task, task.config, group
         model = task.model().to(group.device).train()
         self.trained = wrapper(model)
-        fused = self.config.precision != "fp16"
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4, fused=fused)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=self.config.precision == "fp16")
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:

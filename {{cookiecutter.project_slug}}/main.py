@@ -40,12 +40,9 @@ def main(config: Config, placement: Placement) -> None:
         # Two names for one set of weights: ddp_model is trained, model is evaluated and saved.
         model.to(group.device)
         ddp_model = wrap(model, config, group)
+        # Not fused: that spoils the momentum where fp16's scaler skips a step, and fails at weights that join in later.
         optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            fused=config.precision != "fp16",  # fused, it has no momentum yet if the scaler skips the first step
+            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")

@@ -26,7 +26,7 @@ class Limit:
             model.compile()
         device_ids = [self.device.index] if cuda else None
         self.ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4, fused=True)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         shape = options.batch_size, 3, options.image_size, options.image_size
         self.inputs = torch.randn(shape, device=self.device).to(memory_format=memory_format(options))
         self.targets = torch.randint(options.classes, (options.batch_size,), device=self.device)
