@@ -239,13 +239,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "build/bench", metavar="DIR")
     options = parser.parse_args()
     cases = [case for case in cases if options.cases is None or case.name in options.cases]
+    for case in cases:
+        case.steps = max(10, int(case.steps * options.steps))
     options.output.mkdir(parents=True, exist_ok=True)
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         bench = Bench(Path(folder), options.data_dir)
         for number in range(options.repetitions):
             for case in cases:
-                case.steps = max(10, int(case.steps * (options.steps if number == 0 else 1)))
                 for name in (name for name in case.contestants if name in options.contestants):
                     speed = bench.speed(case, name)
                     case.speeds.setdefault(name, []).append(speed)

@@ -321,9 +321,11 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> No
 
 def test_no_rank_test_outside_of_ddp() -> None:
     compared = re.compile(r"rank\s*(==|!=|>|<)=?\s*\d|\b(if|not|while)\s+[\w.]*rank\s*:|is_main|is_rank_?zero|get_rank")
-    for name in ("main.py", "model.py", "data.py", "config.py"):
-        found = compared.search((TEMPLATE / name).read_text())
-        assert not found, f"{name} asks for the rank: {found}"
+    files = sorted(TEMPLATE.glob("*.py"))
+    assert {"main.py", "model.py", "data.py", "config.py", "benchmark.py"} <= {path.name for path in files}
+    for path in files:
+        found = compared.search(path.read_text())
+        assert not found, f"{path.name} asks for the rank: {found}"
 
 
 def imports(path: Path) -> set[str]:

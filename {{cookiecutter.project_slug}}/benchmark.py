@@ -16,6 +16,7 @@ Strong scaling: the processes share one batch of --batch-size.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -33,14 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config import Config, number, parse, positive
+from config import Config, Parser, number, parse, positive
 from data import load_datasets
-from ddp.ending import ending, leave
-from ddp.errors import EnvironmentFailure, Failure, UsageError
-from ddp.group import Group, check_backend, join, plural
-from ddp.launch import Placement, find_placement, run_as_rank
+from ddp.errors import UsageError
+from ddp.group import Group, check_backend, cores, join
+from ddp.launch import Placement, conduct, find_placement, run
 from ddp.loader import TrainLoader
-from ddp.spawn import spawn
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, limits, plot, summary, table, write_csv
 from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, wrap
 from model import build_model, compute_loss
@@ -60,10 +59,10 @@ class Task:
         self.config = config
         self.segmentation = config.model.startswith(SEGMENTATION)
         self.train_set = None if self.segmentation else load_datasets(config)[0]
+        seed_everything(config.seed)
+        self.model = self._build()  # on the CPU; the same on every rank
 
-    def model(self) -> nn.Module:
-        """A fresh model, on the CPU; the same on every rank."""
-        seed_everything(self.config.seed)
+    def _build(self) -> nn.Module:
         if not self.segmentation:
             return build_model(self.config, self.train_set)
         import torchvision
@@ -97,7 +96,7 @@ class Trainer:
 
     def __init__(self, task: Task, group: Group, wrapper: Callable[[nn.Module], Any]) -> None:
         self.task, self.config, self.group = task, task.config, group
-        model = task.model().to(group.device).train()
+        model = copy.deepcopy(task.model).to(group.device).train()
         self.trained = wrapper(model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=self.config.precision == "fp16")
@@ -133,16 +132,18 @@ class Trainer:
         dist.all_reduce(torch.zeros(1))
 
 
-def measure(report: Path, rounds: int, seconds: float, config: Config, placement: Placement) -> None:
-    """Measure whatever this number of processes can show; rank 0 writes it to `report`. Runs on every rank."""
+def measure(
+    finish: Callable[[list[Row]], None], rounds: int, seconds: float, config: Config, placement: Placement
+) -> None:
+    """Measure whatever this number of processes can show, and give it to `finish`, once. Call on every rank."""
     check_backend(config)
     if config.deterministic:
         make_deterministic()
     task = Task(config)
-    check_step(config, task.model())
+    check_step(config, task.model)
     with join(config, placement) as group:
         rows = [row for _ in range(rounds) for row in _round(task, group, seconds)]
-        group.on_main(lambda: report.write_text(json.dumps([vars(row) for row in rows])))
+        group.on_main(finish, rows)
 
 
 def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
@@ -183,7 +184,7 @@ def _compiled(config: Config, model: nn.Module) -> nn.Module:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def show(rows: Sequence[Row], config: Config, output: Path) -> None:
+def show(config: Config, output: Path, rows: Sequence[Row]) -> None:
     """Print the tables; write benchmark.csv and, with matplotlib, benchmark.png."""
     lines = summary(rows)
     title = f"{config.model}, {config.image_size} x {config.image_size}, {config.precision}"
@@ -206,67 +207,52 @@ def show(rows: Sequence[Row], config: Config, output: Path) -> None:
         print("for a plot as well: pip install matplotlib")
 
 
+def keep(report: Path, rows: Sequence[Row]) -> None:
+    """Write what one start has measured, for `sweep`."""
+    report.write_text(json.dumps([vars(row) for row in rows]))
+
+
 def sweep(options: argparse.Namespace, config: Config) -> int:
     """Measure 1, 2, 4 ... processes on this machine, in turns. Returns the exit code."""
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = config.nproc or gpus or min(cores, MOST_ON_CPU)
-    if gpus and config.nproc is not None and config.nproc > gpus and config.backend != "gloo":
-        raise EnvironmentFailure(
-            f"--nproc {config.nproc}: there are {plural(gpus, 'GPU')}; give no more, or --device cpu"
-        )
-    counts = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+    most = config.nproc or gpus or min(cores(), MOST_ON_CPU)
+    counts = sorted({2**power for power in range(most.bit_length())} | {most})
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
         tqdm(total=options.repeats * len(counts), desc="measuring", unit="start", leave=False, disable=None) as bar,
     ):
+        report = Path(folder) / "report.json"
         for _, processes in itertools.product(range(options.repeats), counts):
-            report = Path(folder) / "report.json"
-            code = spawn(partial(measure, report, 1, options.seconds), config, processes)
+            code = run(partial(measure, partial(keep, report), 1, options.seconds), replace(config, nproc=processes))
             if code != 0:
                 return code
             rows += [Row(**row) for row in json.loads(report.read_text())]
             bar.update()
-    show(rows, config, options.output)
+    show(config, options.output, rows)
     return 0
 
 
-def under_a_launcher(options: argparse.Namespace, config: Config, placement: Placement) -> int:
-    """Measure DDP on all processes that a launcher has started. Returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        report = Path(folder) / "report.json"
-        main = partial(measure, report, options.repeats, options.seconds)
-        launched = placement.source in ("torchrun", "mpirun")
-        code = run_as_rank(main, config, placement, parent=os.getppid() if launched else None)
-        if code == 0 and placement.rank == 0:
-            show([Row(**row) for row in json.loads(report.read_text())], config, options.output)
-        return code
-
-
-def main() -> int:
-    assert __doc__
-    usage = "python benchmark.py [--seconds X] [--repeats N] [--output DIR] [OPTIONS of main.py]"
-    parser = argparse.ArgumentParser(
-        usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+def command() -> int:
+    """What the command line asks for. Returns the exit code."""
+    parser = Parser(
+        usage="python benchmark.py [--seconds X] [--repeats N] [--output DIR] [OPTIONS of main.py]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    above_0 = number(float, 0, above=True)
+    parser.add_argument("--seconds", type=above_0, default=2.0, help="that a measurement takes (default: 2)")
+    parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: 3)")
     parser.add_argument(
-        "--seconds", type=number(float, 0, above=True), default=2.0, help="that a measurement takes (2)"
-    )
-    parser.add_argument("--repeats", type=positive, default=3, help="rounds (3)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/benchmark"), help="folder for CSV and plot (runs/benchmark)"
+        "--output", type=Path, default="runs/benchmark", help="folder of CSV and plot (default: runs/benchmark)"
     )
     options, others = parser.parse_known_args()
-    try:
-        config = replace(parse(others), grad_accum_steps=1)
-        placement = find_placement(config, os.environ)
-        if placement == Placement():
-            return sweep(options, config)
-        return under_a_launcher(options, config, placement)
-    except Failure as error:
-        return ending.conclude(error)
+    config = replace(parse(others), grad_accum_steps=1)
+    if find_placement(config, os.environ) == Placement():
+        return sweep(options, config)
+    return run(partial(measure, partial(show, config, options.output), options.repeats, options.seconds), config)
 
 
 if __name__ == "__main__":
-    leave(main())
+    conduct(command)

@@ -165,13 +165,15 @@ class Config:
         return {"--" + name.replace("_", "-"): getattr(self, name) for name in names}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once, and not once a process."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see --help")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="main.py",
         usage="python main.py [OPTIONS]",
         description="Train a model on one or many processes.",

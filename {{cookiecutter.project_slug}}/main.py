@@ -47,7 +47,6 @@ def main(config: Config, placement: Placement) -> None:
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         meter = Meter(group)
-        share = torch.tensor(1 / config.grad_accum_steps, device=group.device)  # of one pass in the gradient of a step
 
         # What is named here is in every checkpoint. To add something with a state_dict, name it.
         run.resume(train_loader, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler, meter=meter)
@@ -68,7 +67,7 @@ def main(config: Config, placement: Placement) -> None:
                         with autocast(config, group):
                             outputs = ddp_model(inputs)
                             loss = compute_loss(outputs, targets)
-                        scaler.scale(loss).backward(share)
+                        scaler.scale(loss / config.grad_accum_steps).backward()
                     meter.add(sums(loss, outputs, targets))
 
                 if config.clip_grad is not None:

@@ -219,11 +219,15 @@ def plural(number: int, word: str, ending: str = "s") -> str:
     return f"{number} {word}{'' if number == 1 else ending}"
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _set_threads(local_world_size: int) -> None:
     """Share the cores: by default every process would take all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(max(1, cores() // local_world_size))
 
 
 def _survives_pickling(error: Exception) -> bool:

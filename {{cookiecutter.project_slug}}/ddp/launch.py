@@ -158,33 +158,37 @@ def _checked(placement: Placement) -> Placement:
 
 def launch(main: Callable[[Config, Placement], None]) -> NoReturn:
     """Read the command line, find or make this process's place, run `main` there; end with the exit code."""
-    leave(_launch(main))
-
-
-def _launch(main: Callable[[Config, Placement], None]) -> int:
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if CHECK in os.environ:
         from ddp.preflight import check
 
         main = check
+    conduct(lambda: run(main, parse()))
+
+
+def conduct(command: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code that `command` returns; or with that of its Failure, said in one line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     named = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     ending.begin(int(named) if named.isdigit() else 0)
     try:
-        config = parse()
-        placement = find_placement(config, os.environ)
-        if config.nproc is None:
-            launched = placement.source in ("torchrun", "mpirun")
-            return run_as_rank(main, config, placement, parent=os.getppid() if launched else None)
-        if placement != Placement():
-            raise UsageError(
-                f"--nproc starts the processes itself, but {placement.source} has done so: leave out --nproc"
-            )
-        from ddp.spawn import spawn
-
-        return spawn(main, config, config.nproc)
+        code = command()
     except Failure as error:
-        return ending.conclude(error)
+        code = ending.conclude(error)
+    leave(code)
+
+
+def run(main: Callable[[Config, Placement], None], config: Config) -> int:
+    """Run `main` as the rank that a launcher has made of this process, or as --nproc of them. Returns the exit code."""
+    placement = find_placement(config, os.environ)
+    if config.nproc is None:
+        launched = placement.source in ("torchrun", "mpirun")
+        return run_as_rank(main, config, placement, parent=os.getppid() if launched else None)
+    if placement != Placement():
+        raise UsageError(f"--nproc starts the processes itself, but {placement.source} has done so: leave out --nproc")
+    from ddp.spawn import spawn
+
+    return spawn(main, config, config.nproc)
 
 
 def run_as_rank(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, de
 
 from config import Config
 from ddp.errors import UsageError
-from ddp.group import Group, plural
+from ddp.group import Group, cores, plural
 from ddp.workers import started
 
 ALIGNMENT = 64  # bytes, at which torch begins tensors
@@ -216,8 +215,7 @@ def _workers(dataset: Dataset, config: Config, group: Group) -> int:
         return config.workers
     if _inner(dataset, "in_memory"):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // group.local_world_size))
+    return max(1, min(8, cores() // group.local_world_size))
 
 
 def _collate(batch: Any) -> Any:

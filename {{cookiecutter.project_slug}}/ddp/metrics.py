@@ -24,7 +24,7 @@ from ddp.group import Group
 
 log = logging.getLogger(__name__)
 Sums = dict[str, torch.Tensor]
-MOST_BATCHES = 64  # whose sums wait to be added up
+MOST_NUMBERS = 200  # that wait to be added up, on the device: 64 batches of a loss, a count and a score
 
 
 class Meter:
@@ -33,6 +33,7 @@ class Meter:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.batches: list[dict[str, Any]] = []  # not added up yet; on the device
+        self.waiting = 0  # numbers in them: a confusion matrix is large
         self.local: Sums = {}  # not reduced yet; on the device
         self.total: Sums = {}  # over all ranks; on the host, and the same on every rank
         self.shapes: dict[str, torch.Size] | None = None
@@ -40,12 +41,13 @@ class Meter:
     def add(self, sums: Mapping[str, Any]) -> None:
         """Add one batch's sums: numbers or tensors. Costs no synchronisation, and now and then an addition."""
         self.batches.append({name: _without_graph(value) for name, value in sums.items()})
-        if len(self.batches) >= MOST_BATCHES:
+        self.waiting += sum(value.numel() if isinstance(value, torch.Tensor) else 1 for value in sums.values())
+        if self.waiting >= MOST_NUMBERS:
             self._add_up()
 
     def _add_up(self) -> None:
         """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
-        batches, self.batches = self.batches, []
+        batches, self.batches, self.waiting = self.batches, [], 0
         for name in dict.fromkeys(name for batch in batches for name in batch):
             values = [batch[name] for batch in batches if name in batch]
             if isinstance(values[0], torch.Tensor):

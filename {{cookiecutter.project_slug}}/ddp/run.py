@@ -82,8 +82,7 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of everything given to `resume`; and best.pt, if this step's evaluation was the best."""
         with self.clock.paused():
-            self.status_at = 0.0
-            self._log_safely(self.writer.flush)
+            self._log_safely(self.writer.flush, status=True)
             self.checkpoints.save(before=self._sync_logs)
 
     def _sync_logs(self) -> None:
@@ -182,12 +181,15 @@ class Run:
         speed = f"{rates['samples_per_s']:,.0f} samples/s"
         log.info("%s  train  %s  lr %.4g  %s", self._where(epoch), in_words(scores), lr, speed)
 
-    def _log_safely(self, write: Callable[[], None]) -> None:
-        """Write to the logs, and to status.json how far it is. Rank 0 alone may fail; the others learn of it."""
+    def _log_safely(self, write: Callable[[], None], status: bool = False) -> None:
+        """Write to the logs; and to status.json how far it is, if `status` says so or if it is old.
+
+        Rank 0 alone may fail; the others learn of it.
+        """
         if not isinstance(self.writer, NoWriter):
             with storage(self.folder.path / "metrics.jsonl"):
                 write()
-                if time.monotonic() - self.status_at > STATUS_EVERY_S:
+                if status or time.monotonic() - self.status_at > STATUS_EVERY_S:
                     self.status_at = time.monotonic()
                     self._write_status("running")
 

@@ -1,4 +1,4 @@
-"""What benchmark.py has measured, as a table, as CSV and as a plot. Imports no torch."""
+"""What benchmark.py has measured, as a table, as CSV and as a plot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ddp.group import plural
 
 ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
 SILENT, DATA = "without all-reduce", "with real data"
@@ -71,9 +73,8 @@ def _who(line: Line) -> str:
         return ONE
     if line.kind == PARALLEL:
         return f"DataParallel, {line.processes} GPUs"
-    if line.processes == 1:
-        return "DDP, 1 process"
-    return f"DDP, {line.processes} processes, {line.kind.removeprefix('DDP, ')}"
+    who = f"DDP, {plural(line.processes, 'process', 'es')}"
+    return who if line.processes == 1 else f"{who}, {line.kind.removeprefix('DDP, ')}"
 
 
 def limits(lines: Sequence[Line]) -> str:
@@ -92,8 +93,7 @@ def limits(lines: Sequence[Line]) -> str:
         if DATA not in speeds:
             del parts["data"]
         shown = "  ".join(f"{name} {part:>4.0%}" for name, part in parts.items())
-        who = f"{processes} process{'es' if processes > 1 else ''}"
-        said.append(f"{who:<14}{shown}   limited by {max(parts, key=parts.__getitem__)}")
+        said.append(f"{plural(processes, 'process', 'es'):<14}{shown}   limited by {max(parts, key=parts.__getitem__)}")
     return "\n".join(said)
 
 
