@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -14,19 +15,26 @@ import struct
 import subprocess
 import sys
 import termios
+import time
+import traceback
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import ddp.folder
+import ddp.run
 import main
 from config import parse
 from ddp import checkpoint
 from ddp.loader import TestLoader, TrainLoader
-from ddp.metrics import Meter
+from ddp.metrics import Meter, Writer
+from ddp.status import write_status
+from ddp.step import seed_step
 from faults import fault
 from processes import on_ranks, start, train
 from small_models import build_awkward
@@ -227,6 +235,57 @@ def test_sums_of_many_batches_are_exact_and_keep_no_graph() -> None:
     for first, second in on_ranks(2, on_rank):
         assert first == [2 * (total + 50.0), 1200.0, [[2.0 * total] * 2] * 2]
         assert second == [2.0, 2.0, [[2.0] * 2] * 2]
+
+
+@pytest.mark.parametrize(
+    ("every_s", "steps"), [(1e9, [0, 8, 16, 20, 20]), (-1.0, [0, 5, 8, 10, 15, 16, 20, 20, 20, 20])]
+)
+def test_status_json_says_how_far_it_is_now_and_then_and_at_every_save(
+    every_s: float, steps: list[int], small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 steps every fifth is logged and every eighth saved; the last also evaluated, and it is the end."""
+
+    def write_and_note(path: Path, **status: Any) -> None:
+        write_status(path, **status)
+        with (tmp_path / "written").open("a") as file:
+            print(status["step"], file=file)
+
+    monkeypatch.setattr(ddp.folder, "write_status", write_and_note)
+    monkeypatch.setattr(ddp.run, "STATUS_EVERY_S", every_s)
+    options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 32, "--log-every", 5, "--checkpoint-every", 8]
+    train(1, *options, "--output-dir", tmp_path / "run")
+    assert [int(step) for step in (tmp_path / "written").read_text().split()] == steps
+
+
+def test_tensorboard_is_opened_at_the_first_line_and_that_is_no_time_of_training(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Writer.open_board
+
+    def open_slowly(self: Writer) -> None:
+        if self.board is None:
+            assert traceback.extract_stack()[-2].name in ("log_train", "write"), "not before there is a line"
+            time.sleep(3)
+        opened(self)
+
+    monkeypatch.setattr(Writer, "open_board", open_slowly)
+    options = ["--dataset", "synthetic", "--max-steps", 4, "--batch-size", 32, "--log-every", 2]
+    train(1, *options, "--output-dir", tmp_path / "run")
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    first, second = lines(tmp_path / "run", "train")
+    assert first["step"] == 2 and first["step_ms"] < 1000, "3 s for TensorBoard are counted as training"
+
+
+def test_every_step_of_every_rank_draws_something_else() -> None:
+    """torch's generator on the CPU looks at the lower 32 bits of its seed alone."""
+    seeds: dict[tuple[int, int, int], int] = {}
+    for seed, rank, step in itertools.product((0, 1), (0, 1, 7), (*range(2000), 10**6, 10**9)):
+        group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+        seed_step(parse(["--seed", str(seed)]), step, group)
+        seeds[seed, rank, step] = torch.default_generator.initial_seed() % 2**32
+    assert len(set(seeds.values())) == len(seeds)
+    seed_step(parse(["--seed", "1"]), 17, SimpleNamespace(rank=7, device=torch.device("cpu")))  # type: ignore[arg-type]
+    assert torch.default_generator.initial_seed() % 2**32 == seeds[1, 7, 17], "a resumed run draws the same"
 
 
 def test_weights_that_are_not_finite_are_never_saved(
