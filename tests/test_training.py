@@ -272,7 +272,7 @@ def test_tensorboard_is_opened_at_the_first_line_and_that_is_no_time_of_training
     options = ["--dataset", "synthetic", "--max-steps", 4, "--batch-size", 32, "--log-every", 2]
     train(1, *options, "--output-dir", tmp_path / "run")
     assert list((tmp_path / "run" / "tensorboard").iterdir())
-    first, second = lines(tmp_path / "run", "train")
+    first, _ = lines(tmp_path / "run", "train")
     assert first["step"] == 2 and first["step_ms"] < 1000, "3 s for TensorBoard are counted as training"
 
 
