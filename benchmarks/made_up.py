@@ -21,7 +21,7 @@ def cifar10(folder: Path, images: int = 50_000) -> None:
     (batches / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {number}" for number in range(10)]}))
 
 
-def jpegs(folder: Path, images: int = 4_000, size: tuple[int, int] = (500, 375)) -> None:
+def jpegs(folder: Path, images: int = 6_000, size: tuple[int, int] = (500, 375)) -> None:
     """`folder`/{train,val}/CLASS/*.jpg, of ten classes: smooth pictures with some noise, as photographs are."""
     generator = numpy.random.default_rng(0)
     for part, count in (("train", images), ("val", images // 10)):

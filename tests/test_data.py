@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -546,13 +547,73 @@ def test_an_image_file_is_read_as_torchvision_resizes_and_crops_it(
     assert inputs.is_contiguous(memory_format=torch.channels_last if layout else torch.contiguous_format)
 
 
+# ---- the cache of an imagefolder ------------------------------------------------------------------------------------
+
+
+def cached(images: Path, where: Path) -> tuple[list[Tensor], list[str]]:
+    """The images of train and val through --cache `where`; and the names of the files there."""
+    parts = [part.prepare(part.__getitems__(range(len(part))))[0] for part in from_folder(images, "--cache", where)]
+    return parts, sorted(path.name for path in where.iterdir() if path.name != ".lock")
+
+
+def test_a_cache_is_written_once_and_anew_when_an_image_changes(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, files = cached(images, tmp_path / "cache")
+    assert [name.split("-")[:2] for name in files] == [["train", "32"], ["val", "32"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFiles, "_read", None)  # nothing is decoded again
+        again, same_files = cached(images, tmp_path / "cache")
+    assert same_files == files and all(map(torch.equal, first, again))
+    draw(images / "train" / "dog" / "1.png", "blue")
+    changed, more = cached(images, tmp_path / "cache")
+    assert len(more) == 3 and torch.equal(changed[0][:3], first[0][:3]) and torch.equal(changed[1], first[1])
+    assert not torch.equal(changed[0][3], first[0][3])
+
+
+def test_processes_that_start_together_write_one_cache_and_train_from_it(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = data._decode
+
+    def decode_and_note(files: ImageFiles, path: Path) -> None:
+        with (tmp_path / "decoded").open("a") as file:
+            print(path.name, file=file)
+        decode(files, path)
+
+    monkeypatch.setattr(data, "_decode", decode_and_note)
+    shared = ("--dataset", "imagefolder", "--data-dir", images, "--device", "cpu", "--batch-size", 2, "--epochs", 2)
+    output = train(2, *shared, "--cache", tmp_path / "cache", "--output-dir", tmp_path / "out")
+    decoded = (tmp_path / "decoded").read_text().split()
+    assert sorted(decoded) == sorted(path.name for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
+    assert len(decoded) == 2, "train and val, each once"
+    plain = train(2, *shared, "--output-dir", tmp_path / "plain")
+    results = [re.findall(r"test   .*", text) for text in (output, plain)]
+    assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
+
+
+def test_an_image_that_cannot_be_read_leaves_no_cache(images: Path, tmp_path: Path) -> None:
+    bad = images / "train" / "dog" / "bad.png"
+    bad.write_text("no image")
+    shared = ("--dataset", "imagefolder", "--data-dir", images, "--device", "cpu", "--output-dir", tmp_path / "out")
+    output = train(1, *shared, "--cache", tmp_path / "cache", code=3)
+    assert the_error(output) == f"error: {bad} is not an image that can be read; replace or remove it"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_its_folder(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(EnvironmentFailure, match=f"--cache {tmp_path / 'cache'}: "):
+        from_folder(images, "--cache", tmp_path / "cache")
+
+
 # ---- order and augmentation -----------------------------------------------------------------------------------------
 
 SAMPLES = 24
 
 
 def numbered(kind: str, config: Config, folder: Path) -> Any:
-    """24 different images, in memory or in files, whose targets are their numbers."""
+    """24 different images, in memory, in files or in the cache of files, whose targets are their numbers."""
     generator = torch.Generator().manual_seed(5)
     pictures = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=generator, dtype=torch.uint8)
     if kind == "in memory":
@@ -560,11 +621,11 @@ def numbered(kind: str, config: Config, folder: Path) -> Any:
     for number, picture in enumerate(pictures):
         path = folder / "all" / f"{number:02}.png"
         if not path.exists():
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
     dataset = ImageFiles(config, folder)
     dataset.samples = [(path, number) for number, (path, _) in enumerate(dataset.samples)]
-    return dataset
+    return data._cached(dataset, folder.with_name("cache"), "train") if kind == "in cache" else dataset
 
 
 Steps = list[dict[int, Tensor]]  # by step: the prepared image [3, h, w] of each sample number
@@ -588,7 +649,7 @@ def seen(folder: Path, kind: str, world_size: int, *more: Any, epochs: tuple[int
             for epoch in epochs
         ]
 
-    if kind == "in files":
+    if kind != "in memory":
         numbered(kind, config, folder)  # written once, before the ranks
     ranks = by_rank(world_size, steps_of_rank)
     lengths = [[len(steps) for steps in rank] for rank in ranks]
@@ -617,15 +678,23 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Steps]:
     return seen(tmp_path_factory.mktemp("none"), "in memory", 1, epochs=(0, 1))
 
 
-@pytest.mark.parametrize("kind", ["in memory", "in files"])
+@pytest.mark.parametrize("kind", ["in memory", "in files", "in cache"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_and_augmentation_do_not_depend_on_processes_or_workers(
     expected: list[Steps], tmp_path: Path, kind: str, world_size: int, workers: int
 ) -> None:
-    found = seen(tmp_path, kind, world_size, "--workers", workers, epochs=(0, 1))
+    found = seen(tmp_path / "images", kind, world_size, "--workers", workers, epochs=(0, 1))
     assert same(found[0], expected[0])
     assert same(found[1], expected[1])
+
+
+def test_many_images_are_augmented_alike_without_a_second_form_of_them_in_memory(
+    expected: list[Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "MOST_FRAMED", 1000)
+    found = seen(tmp_path / "images", "in cache", 2, epochs=(0, 1))
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
 
 
 def test_order_and_augmentation_do_not_depend_on_accumulation(expected: list[Steps], tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 # For each option a value that is not its default; None for those that take none.
 VALUES: dict[str, str | None] = {
     **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
+    **dict(cache="other_where/in_there"),
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
     **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
     **dict(precision="bf16", compile=None, channels_last=None, sync_bn=None, comm_hook="powersgd", profile=None),
@@ -163,12 +164,14 @@ VALUES: dict[str, str | None] = {
     **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
 }
 TOGETHER = ("rank", "world_size", "init_method")
+NEEDED = {"cache": ["--dataset=imagefolder"]}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_hyphens_and_underscores_and_both_ways_to_give_a_value_mean_the_same(name: str) -> None:
     value = VALUES[name]
     others = [f"--{other}={VALUES[other]}" for other in TOGETHER if name in TOGETHER and other != name]
+    others += NEEDED.get(name, [])
     read = []
     for flag in ("--" + name, "--" + name.replace("_", "-")):
         for arguments in [[flag]] if value is None else [[flag, value], [f"{flag}={value}"]]:
@@ -197,6 +200,7 @@ HUGE = "9" * 400
 
 # The command line, and what its message has to name: the option, and what is allowed.
 BAD_VALUES: list[tuple[str, list[str]]] = [
+    ("--cache where", ["--cache", "imagefolder", "cifar10 is in memory"]),
     ("--dataset mnist", ["--dataset", "'mnist'", "cifar10", "synthetic", "imagefolder"]),
     ("--data-dir=", ["--data-dir", "path"]),
     ("--batch-size 0", ["--batch-size", "'0'", "whole number from 1"]),
@@ -376,17 +380,18 @@ def test_help_gives_the_unit(help_text: str, option: str, unit: str) -> None:
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-@shows("dataset", "data_dir")
+@shows("dataset", "data_dir", "cache")
 def test_the_images_of_data_dir_are_trained_on(tmp_path: Path) -> None:
     for part, count in (("train", 6), ("val", 2)):
         for name in ("cat", "dog"):
             (tmp_path / "images" / part / name).mkdir(parents=True)
             for number in range(count):
                 Image.new("RGB", (32, 32)).save(tmp_path / "images" / part / name / f"{number}.png")
-    options = ("--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--batch-size", 4, "--workers", 0)
-    outcome = run(tmp_path / "out", *options, "--epochs", 1)
+    options = ("--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--batch-size", 4)
+    outcome = run(tmp_path / "out", *options, "--epochs", 1, "--cache", tmp_path / "cache")
     assert "imagefolder: 12 training samples, 4 test samples" in outcome.output
     assert outcome.checkpoint()["model"]["fc3.bias"].shape == (2,)
+    assert [path.stat().st_size // 3072 for path in sorted((tmp_path / "cache").glob("*-32-*.npy"))] == [12, 4]
 
 
 @shows("batch_size")

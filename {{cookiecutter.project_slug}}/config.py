@@ -104,7 +104,7 @@ _data, _training, _speed, _run, _dist = map(_section, ("data", "training", "spee
 
 # What may differ between the processes of one run.
 OF_A_PROCESS = (
-    *("data_dir", "output_dir", "workers", "resume"),
+    *("data_dir", "cache", "output_dir", "workers", "resume"),
     *("nproc", "rank", "local_rank", "init_method", "timeout"),
 )
 
@@ -118,6 +118,7 @@ class Config:
     data_dir: str = _data("data", "where cifar10 is kept, or the folder with train/CLASS/* and val/CLASS/* or test/CLASS/*", kind=folder, free=True)
     batch_size: int = _data(64, "samples per process and forward pass", kind=positive, free=True)
     workers: int | None = _data(None, "DataLoader processes per process; default: 0 for data held in memory, else by cores", kind=count, free=True)
+    cache: str | None = _data(None, "imagefolder: decode all images once, into a file in this folder, and read them from there", kind=folder, free=True)
     image_size: int = _data(32, "height and width of the images, in pixels", kind=number(int, 8))
 
     model: str = _training("ToyModel", "ToyModel, or a classification model of torchvision, such as resnet18")
@@ -231,6 +232,8 @@ def _check_together(config: Config) -> None:
         )
     if config.evaluate and config.resume == "never":
         raise UsageError("--evaluate needs a checkpoint: leave out --resume never")
+    if config.cache is not None and config.dataset != "imagefolder":
+        raise UsageError(f"--cache is for --dataset imagefolder: {config.dataset} is in memory anyway")
     if config.warmup_epochs > config.epochs:
         raise UsageError(f"--warmup-epochs {config.warmup_epochs} is longer than --epochs {config.epochs}")
     if config.backend == "nccl" and config.device == "cpu":

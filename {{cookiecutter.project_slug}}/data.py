@@ -7,7 +7,9 @@ has `prepare(batch)`, that turns a batch into (inputs, targets). Both get batche
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -19,15 +21,18 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from config import Config
 from ddp.errors import EnvironmentFailure
+from ddp.group import cores
 from ddp.loader import derive_seed
 
 log = logging.getLogger("ddp.data")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and near enough of CIFAR-10
 PIXELS_AT_ONCE = 256 * 32 * 32  # 3 MB of floats
+MOST_FRAMED = 1 << 30  # bytes of images of which a process keeps a second form, ready to be shifted and mirrored
 SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}
 
 
@@ -136,6 +141,8 @@ class ImagesInMemory(Images):
 
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
         targets, indices = batch
+        if self.images.nbytes > MOST_FRAMED:
+            return super().augment((targets, indices, self.images.index_select(0, indices)), epoch)
         pad = self.images.shape[-1] // 16
         if self._both is None:  # once, and only for training; takes 2.5 times the memory of the images
             self._both = _framed_and_mirrored(self.images, pad).contiguous(memory_format=self._layout())
@@ -251,4 +258,46 @@ def _image_folder(config: Config) -> tuple[Images, Images]:
         raise EnvironmentFailure(
             f"--data-dir {root}: train and {tests[0].name} differ in their classes: {', '.join(odd)}"
         )
-    return train, test
+    if config.cache is None:
+        return train, test
+    return _cached(train, Path(config.cache), "train"), _cached(test, Path(config.cache), tests[0].name)
+
+
+def _cached(files: ImageFiles, folder: Path, part: str) -> ImagesInMemory:
+    """`files`, decoded: by the process of this machine that comes first, into a file that all of them share.
+
+    Its name changes with the list of the images, their sizes and times, and with how this file reads them.
+    """
+    key = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=8)
+    try:
+        for name, _ in files.samples:
+            about = os.stat(name)
+            key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        path = folder / f"{part}-{files.config.image_size}-{key.hexdigest()}.npy"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            log.info("decoding %s images, once, into %s", f"{len(files):,}", path)
+        with FileLock(folder / ".lock"):
+            if not path.exists():
+                _decode(files, path)
+        images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # mapped: read when needed, by all from one place
+    except OSError as error:
+        raise EnvironmentFailure(f"--cache {folder}: {error}") from error
+    return ImagesInMemory(files.config, images, torch.tensor([label for _, label in files.samples]), files.classes)
+
+
+def _decode(files: ImageFiles, path: Path) -> None:
+    """Write all images as one array, uint8 [n, 3, image_size, image_size], on all cores."""
+    shape, beside = (len(files), 3, files.config.image_size, files.config.image_size), path.with_suffix(".tmp")
+    loader = DataLoader(files, batch_size=64, num_workers=cores(), collate_fn=tuple)
+    try:
+        with beside.open("wb") as file:
+            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            numpy.lib.format.write_array_header_1_0(file, header)
+            for _, _, images in tqdm(loader, desc="decoding", unit="batch", leave=False, disable=None):
+                file.write(images.numpy())
+            file.flush()
+            os.fsync(file.fileno())  # after a power cut, else, a file of this name could hold anything
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

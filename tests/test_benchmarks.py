@@ -1,0 +1,66 @@
+"""The benchmarks of the repository run, and measure what they say; how fast anything is, no test asserts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from training import EVERYBODY, OURS, Case, cases_for, table  # noqa: E402
+
+
+def run(name: str, *options: Any) -> str:
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_project_is_measured_beside_the_naive_script_and_the_limit(tmp_path: Path) -> None:
+    """Those that need no other library: the peers' are in the environment of `make bench` alone."""
+    short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b16-p2")
+    said = run("training.py", *short, "--contestants", "naive", OURS, "limit", "--output", tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    speeds = results["images_per_s"]["toy-b16-p2"]
+    assert list(speeds) == ["naive", OURS, "limit"] and all(len(speed) == 1 for speed in speeds.values())
+    assert speeds["naive"][0] < speeds["limit"][0], "it reads one image at a time, where the limit reads none"
+    (part,) = results["of_the_limit"]["toy-b16-p2"]
+    assert 0.5 < part < 1.2
+    assert f"| {OURS} | {speeds[OURS][0]:,.0f} | {speeds[OURS][0] / speeds['naive'][0]:.2f} | {part:.1%} |" in said
+    assert imread(tmp_path / "speed.png").std() > 0.05
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    case = Case(
+        "name", "a title", 2, 16, 100, speeds={"naive": [10, 20, 40], OURS: [20, 50, 80], "limit": [25, 50, 100]}
+    )
+    lines = table(case)
+    assert lines[0] == "**a title**"
+    assert lines[5] == f"| {OURS} | 50 | 2.00 (2.00 to 2.50) | 80.0% (80.0% to 100.0%) |"
+    case.parts = [0.9, 0.97, 0.95]
+    assert table(case)[5].endswith("| 95.0% (90.0% to 97.0%) |"), "taking turns in one process is more exact"
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_no_case_needs_more_steps_than_an_epoch_has(gpus: int) -> None:
+    """At the end of an epoch it would evaluate, and the others not."""
+    cases = cases_for(gpus)
+    images = {"cifar10": 50_000, "synthetic": 10_000, "imagefolder": 6_000}
+    for case in cases:
+        assert 10 <= case.steps <= images[case.dataset] // (case.batch * case.processes), case.name
+    assert len({case.name for case in cases}) == len(cases)
+    if gpus:
+        assert all("synthetic" == case.dataset and case.image_size == 224 for case in cases[1:])
+        assert [case.model for case in cases].count("resnet50") == 3
+    else:
+        assert all(case.contestants == EVERYBODY for case in cases)
