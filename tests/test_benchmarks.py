@@ -60,7 +60,7 @@ def test_no_case_needs_more_steps_than_an_epoch_has(gpus: int) -> None:
         assert 10 <= case.steps <= images[case.dataset] // (case.batch * case.processes), case.name
     assert len({case.name for case in cases}) == len(cases)
     if gpus:
-        assert all("synthetic" == case.dataset and case.image_size == 224 for case in cases[1:])
+        assert all(case.dataset == "synthetic" and case.image_size == 224 for case in cases[1:])
         assert [case.model for case in cases].count("resnet50") == 3
     else:
         assert all(case.contestants == EVERYBODY for case in cases)
