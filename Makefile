@@ -12,13 +12,17 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-.PHONY: demo test check lint types bench
+.PHONY: demo test own-tests check lint types bench
 
 demo: $(VENV)/ready
 	$(BIN)/python scripts/demo.py
 
-test: lint types
+test: $(VENV)/ready
+	$(MAKE) --no-print-directory --jobs --output-sync lint types own-tests
 	$(PYTEST) tests
+
+# Those that every generated project has.
+own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
 check: lint types
