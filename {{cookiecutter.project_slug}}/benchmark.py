@@ -45,7 +45,7 @@ from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_
 from model import build_model, compute_loss
 
 MOST_ON_CPU = 8  # processes, unless --nproc says more
-WARM_UP = 5  # steps; compilation and the choice of algorithms are behind them
+WARM_UP = 5  # steps, unless one takes longer than --seconds; the choice of algorithms is behind them
 SEGMENTATION = ("deeplabv3", "fcn_", "lraspp")
 
 
@@ -113,8 +113,11 @@ class Trainer:
 
     def speed(self, batches: Iterator[Any], seconds: float, all_reduce: bool = True) -> float:
         """Samples a second of all processes, in steps that take about `seconds` together. Call on every rank."""
-        self._time(WARM_UP, batches, all_reduce)
-        steps = self.group.on_main(lambda took: max(3, int(3 * seconds / took)), self._time(3, batches, all_reduce))
+        slow = self.group.on_main(lambda took: took > seconds, self._time(1, batches, all_reduce))
+        warm_up, least = (0, 1) if slow else (WARM_UP, 3)
+        self._time(warm_up, batches, all_reduce)
+        took = self._time(least, batches, all_reduce) / least
+        steps = self.group.on_main(lambda: max(least, int(seconds / took)))
         return steps * self.config.batch_size * self.group.world_size / self._time(steps, batches, all_reduce)
 
     def _time(self, steps: int, batches: Iterator[Any], all_reduce: bool) -> float:
