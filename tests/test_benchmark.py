@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, limits, plot, summary, table, write_csv
+from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
@@ -105,6 +105,23 @@ def test_the_time_of_a_step_is_split_into_compute_communication_and_data() -> No
     """Of 1/75 s: 1/250 without all-reduce, 1/150 with it, and the rest for data."""
     (line,) = limits(summary([Row(*row) for row in ROUNDS])).splitlines()
     assert " ".join(line.split()) == "2 processes compute 30% communication 20% data 50% limited by data"
+
+
+def test_one_process_communicates_with_nobody() -> None:
+    rows = [Row(WEAK, 1, 8, 100.0), Row(SILENT, 1, 8, 200.0), Row(DATA, 1, 8, 80.0)]
+    assert " ".join(limits(summary(rows)).split()) == "1 process compute 80% data 20% limited by compute"
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([Row(ONE, 1, 8, 100.0), Row(ONE, 1, 8, 110.0), Row(WEAK, 2, 8, 180.0)], ""),
+        ([Row(ONE, 1, 8, 100.0), Row(ONE, 1, 8, 160.0)], "the rounds differ by up to 46%"),
+        ([Row(ONE, 1, 8, 100.0), Row(WEAK, 2, 8, 400.0)], "an efficiency of 200%"),
+    ],
+)
+def test_figures_of_a_machine_in_use_are_called_unsteady(rows: list[Row], why: str) -> None:
+    assert (why in doubts(summary(rows))) and bool(doubts(summary(rows))) == bool(why)
 
 
 def test_csv_and_plot_hold_what_was_measured(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from config import parse
 from ddp import preflight
 from ddp.launch import Placement, run_as_rank
-from ddp.launcher.facts import show
+from ddp.launcher.facts import _dataset, show
 from faults import fault
 from machines import Machine, Program, machines
 from processes import Ranks
@@ -103,6 +103,16 @@ def test_a_check_on_one_machine_and_a_training_on_the_other_are_refused() -> Non
         nodes = [check(two[0], 0, TEMPLATE, "--check"), check(two[1], 1, TEMPLATE)]
         assert [node.wait(15) for node in nodes] == [3, 3]
         assert all("--check is True and False" in node.output() for node in nodes)
+
+
+def test_data_that_are_not_there_yet_are_not_called_there(tmp_path: Path) -> None:
+    (tmp_path / ".download.lock").touch()
+    cifar10, folders = parse(["--data-dir", str(tmp_path)]), parse(["--dataset=imagefolder", f"--data-dir={tmp_path}"])
+    assert _dataset(cifar10) == f"cifar10: not in {tmp_path}, will be downloaded"
+    assert _dataset(folders) == f"imagefolder: not in {tmp_path}"
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "train").mkdir()
+    assert _dataset(cifar10) == f"cifar10 in {tmp_path}" and _dataset(folders) == f"imagefolder in {tmp_path}"
 
 
 def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -474,6 +474,24 @@ def test_nproc_ends_with_8_when_a_process_was_killed_and_corrects_the_status(tmp
 
 
 @pytest.mark.slow
+@fault(1)
+def test_a_process_of_nproc_that_is_killed_while_all_start_is_named_alone(tmp_path: Path) -> None:
+    command = [sys.executable, MAIN, *RUN, str(tmp_path), "--nproc", "2"]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ranks: list[int] = []
+    while len(ranks) < 2:
+        found = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        time.sleep(0.05)
+    os.kill(max(ranks), signal.SIGKILL)  # the other will wait for it where they meet
+    started = time.monotonic()
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode == 8, said
+    assert time.monotonic() - started < 25, "it need not wait as long as for processes that save"
+    assert "rank 1: its process" in said and "rank 0: its process" not in said
+
+
+@pytest.mark.slow
 @fault(9, 12)
 def test_processes_of_nproc_save_and_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
     run = Spawned(tmp_path / "run")

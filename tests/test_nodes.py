@@ -390,6 +390,19 @@ def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> No
     assert_nothing_left(project)
 
 
+def test_a_process_killed_before_training_was_lost_though_torchrun_then_stops_the_other(project: Path) -> None:
+    """The other takes torchrun's SIGTERM for a request to stop, and says 75; but nobody asked for that."""
+    do = f"if rank == 1 and turn == 1: die()\nif turn == 1: {FOR_EVER}"
+    again = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 1)
+    assert again.wait() == 0, again.output()
+    assert "rank 0 got SIGTERM" in again.output() and "rank 0 of 2, turn 2" in again.output()
+    (project.parent / "rounds-0").unlink()
+    (project.parent / "rounds-1").unlink()
+    once = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 0)
+    assert once.wait() == 8, once.output()
+    assert_nothing_left(project)
+
+
 @fault(1)
 def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
     """Of three failures only the last comes without progress since the one before."""

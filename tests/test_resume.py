@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main
 from config import parse
 from ddp import checkpoint
+from ddp.compare import run_differences
+from ddp.fingerprint import code_of
 from ddp.launch import Placement, run_as_rank
 from ddp.state import broadcast_state, digest
 from faults import fault
@@ -174,6 +177,27 @@ def test_other_options_are_refused_by_name_and_harmless_ones_are_not(small: None
 
 
 @fault(21)
+def test_files_that_were_edited_since_the_checkpoint_are_named(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit that keeps the shapes of the weights fits: another activation, say, on the old weights."""
+    options = ["--dataset", "synthetic", "--batch-size", 64, "--output-dir", tmp_path]
+    assert "warning" not in train(2, *options, "--max-steps", 2)
+    assert "edited since" not in train(2, *options, "--max-steps", 3)
+    edited = {**code_of(), "the file model.py": "another"}
+    monkeypatch.setattr("ddp.resume.code_of", lambda: edited)
+    output = train(2, *options, "--max-steps", 4)
+    assert output.count("warning: edited since step_00000003.pt was written: model.py. ") == 1
+    assert "edited since" not in train(2, *options, "--max-steps", 5), "the newest checkpoint is of the edited file"
+
+
+def test_an_option_that_is_newer_than_the_checkpoint_had_its_default() -> None:
+    then = {name: value for name, value in asdict(parse([])).items() if name != "clip_grad"}
+    content = {"config": then, "global_batch": 64, "samples": 100}
+    assert run_differences(parse([]), content, 64, 100) == []
+    assert run_differences(parse(["--clip-grad=2"]), content, 64, 100) == ["--clip-grad was None, is 2.0"]
+
+
 def test_another_model_is_refused_with_the_weights_that_differ(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +248,16 @@ def test_resume_path_starts_a_new_folder_and_survives_the_same_command_again(sma
     assert weights_and_momentum(tmp_path / "second") == weights_and_momentum(tmp_path / "whole")
     refused = train(1, *options, "--output-dir", tmp_path / "whole", "--resume", newest(tmp_path / "first"), code=4)
     assert "did not start from it" in refused
+
+
+def test_a_finished_runs_checkpoint_in_a_new_folder_names_no_files_that_are_not_there(
+    small: None, tmp_path: Path
+) -> None:
+    options = ["--dataset", "synthetic", "--batch-size", 64, "--epochs", 1, "--output-dir"]
+    train(1, *options, tmp_path / "done")
+    output = train(1, *options, tmp_path / "new", "--resume", tmp_path / "done" / "best.pt")
+    assert "at step 10, the end of epoch 1" in output and "all is done already" in output
+    assert "best" not in output.split("all is done already")[1] and "curves" not in output
 
 
 def test_a_finished_run_says_so_and_changes_nothing(small: None, tmp_path: Path) -> None:

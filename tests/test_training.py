@@ -37,7 +37,7 @@ from ddp.status import write_status
 from ddp.step import seed_step
 from faults import fault
 from processes import on_ranks, start, train
-from small_models import build_awkward
+from small_models import Awkward, build_awkward
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 
@@ -274,6 +274,36 @@ def test_tensorboard_is_opened_at_the_first_line_and_that_is_no_time_of_training
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     first, _ = lines(tmp_path / "run", "train")
     assert first["step"] == 2 and first["step_ms"] < 1000, "3 s for TensorBoard are counted as training"
+
+
+def test_a_line_is_about_one_epoch(small: None, tmp_path: Path) -> None:
+    """Of 20 steps; a mean that began in the epoch before would look like a relapse after a good evaluation."""
+    options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 32, "--output-dir", tmp_path]
+    train(1, *options, "--log-every", 15, "--max-steps", 33)
+    assert [line["step"] for line in lines(tmp_path, "train")] == [15, 20, 30]
+    train(1, *options, "--log-every", 15)
+    assert [(line["step"], line["epoch"]) for line in lines(tmp_path, "train")] == [(15, 1), (20, 1), (30, 2), (40, 2)]
+
+
+class HalfUsed(Awkward):
+    """Has layers that forward() leaves out."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.forgotten = torch.nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_that_the_loss_does_not_depend_on_are_named_in_one_line(
+    processes: int, accumulation: int, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: HalfUsed(len(train_set.classes)))
+    options = ["--dataset", "synthetic", "--batch-size", 16, "--grad-accum-steps", accumulation, "--output-dir"]
+    output = train(processes, *options, tmp_path / "refused", code=2)
+    assert output.count("the loss does not depend on forgotten.weight, forgotten.bias: use them in forward()") == 1
+    assert "Traceback" not in output and output.count("error:") == 1
+    train(processes, *options, tmp_path / "found", "--deterministic", "--max-steps", 3)  # DDP looks for them itself
 
 
 def test_every_step_of_every_rank_draws_something_else() -> None:

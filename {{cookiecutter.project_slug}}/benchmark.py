@@ -40,7 +40,7 @@ from ddp.errors import UsageError
 from ddp.group import Group, check_backend, cores, join
 from ddp.launch import Placement, conduct, find_placement, run
 from ddp.loader import TrainLoader
-from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, limits, plot, summary, table, write_csv
+from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
 from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, wrap
 from model import build_model, compute_loss
 
@@ -193,6 +193,7 @@ def show(config: Config, output: Path, rows: Sequence[Row]) -> None:
     title = f"{config.model}, {config.image_size} x {config.image_size}, {config.precision}"
     title += f", batch {config.batch_size}"
     print(f"{title}\n\n{table(lines)}")
+    print("spread: between the rounds. weak: each process has the whole batch; strong: they share one.")
     if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
         print("DataParallel needs two GPUs.")
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -200,6 +201,8 @@ def show(config: Config, output: Path, rows: Sequence[Row]) -> None:
     print(
         f"\nWhere the time of a step of DDP goes, with a batch of {config.batch_size} on each process:\n{limits(lines)}"
     )
+    if doubts(lines):
+        print(f"\n{doubts(lines)}")
     output.mkdir(parents=True, exist_ok=True)
     write_csv(output / "benchmark.csv", lines)
     print(f"\n{output / 'benchmark.csv'}")

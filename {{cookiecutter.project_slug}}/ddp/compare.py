@@ -31,6 +31,11 @@ def class_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
     ]
 
 
+def code_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The files of the project that are not what they were."""
+    return sorted(name.removeprefix("the file ") for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+
+
 def in_short(differences: list[str], most: int = 6) -> str:
     """The first of many differences, and how many more there are."""
     more = len(differences) - most
@@ -39,7 +44,8 @@ def in_short(differences: list[str], most: int = 6) -> str:
 
 def run_differences(config: Config, content: Mapping[str, Any], global_batch: int, samples: int) -> list[str]:
     """How our options and data differ from those in the checkpoint `content`, where that makes it another run."""
-    then, now = content["config"], asdict(config)
+    defaults = {item.name: item.default for item in fields(Config)}  # of options that are newer than the checkpoint
+    then, now = {**defaults, **content["config"]}, asdict(config)
     names = [item.name for item in fields(Config) if not item.metadata["free"]]
     if content["global_batch"] != global_batch:
         names += ["batch_size", "grad_accum_steps"]  # they may change as long as the global batch stays

@@ -10,9 +10,10 @@ from typing import Any
 
 from config import Config
 from ddp import checkpoint
-from ddp.compare import class_differences, in_short, model_differences, run_differences
+from ddp.compare import class_differences, code_differences, in_short, model_differences, run_differences
 from ddp.ending import ending
 from ddp.errors import CheckpointFailure, Diverged
+from ddp.fingerprint import code_of
 from ddp.folder import Folder
 from ddp.group import Group, plural
 from ddp.loader import TrainLoader
@@ -59,6 +60,7 @@ class Checkpoints:
         self.config, self.group, self.folder = config, group, folder
         self.progress = Progress()
         self.saver = Saver()
+        self.code = code_of()  # that this run has loaded; it may be edited meanwhile
         self.step: int | None = None
         self.started_from: str | None = None  # the checkpoint of another run, if --resume named one
 
@@ -93,7 +95,15 @@ class Checkpoints:
             differences += self._other_world(content)
         if differences:
             raise CheckpointFailure(
-                f"{path} does not fit: {in_short(differences)}. Undo that, or choose another --output-dir"
+                f"{path} does not fit: {in_short(differences)}. For a new run, choose another --output-dir; to go on "
+                "with this one, undo that"
+            )
+        edited = code_differences(self.code, content["code"]) if "code" in content else []
+        if edited:
+            log.warning(
+                "warning: edited since %s was written: %s. What is new takes part from here on; for a new run, choose "
+                "another --output-dir",
+                *(path.name, in_short(edited)),
             )
         found.update(content)
         if not self.folder.best.exists():  # a new folder, begun from another run's checkpoint
@@ -150,6 +160,7 @@ class Checkpoints:
         self.finish()
         content = {
             "format": checkpoint.FORMAT,
+            "code": self.code,
             "classes": self._classes(),
             **{name: part.state_dict() for name, part in self.state.items()},
             **asdict(self.progress),

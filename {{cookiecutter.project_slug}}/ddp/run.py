@@ -114,15 +114,21 @@ class Run:
         passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
         batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
         peak = self.schedule.peak
-        log.info("%s; %s steps an epoch; learning rate %.4g", batch, f"{loader.steps_per_epoch:,}", peak)
+        left = (
+            loader.sampler.steps_left(progress.position) + (config.epochs - progress.epoch - 1) * loader.steps_per_epoch
+        )
+        self.all_steps = progress.step + max(0, left)  # the steps so far may have been larger or smaller ones
         if config.evaluate:
             log.info("evaluating %s, of step %s", self.resumed_from, f"{progress.step:,}")
-        elif self.resumed_from is None:
+            return
+        log.info("%s; %s steps an epoch; learning rate %.4g", batch, f"{loader.steps_per_epoch:,}", peak)
+        if self.resumed_from is None:
             log.info("a new run, in %s", config.output_dir)
         else:
-            where = f"step {progress.step:,}, epoch {progress.epoch + 1}, sample {progress.position:,}"
-            log.info("going on from %s, at %s", self.resumed_from, where)
-        if self.finished() and not config.evaluate:
+            epoch = f"epoch {progress.epoch + 1}, sample {progress.position:,}"
+            where = epoch if progress.position else f"the end of epoch {progress.epoch}"
+            log.info("going on from %s, at step %s, %s", self.resumed_from, f"{progress.step:,}", where)
+        if self.finished():
             log.info("all is done already; for more, raise --epochs or --max-steps; else choose another --output-dir")
 
     def finished(self) -> bool:
@@ -142,6 +148,7 @@ class Run:
         left_in_epoch = left = loader.sampler.steps_left(progress.position)
         if self.config.max_steps is not None:
             left = min(left, self.config.max_steps - progress.step)
+        self.reaches_end = left == left_in_epoch
         self.last_step = progress.step + left
         title = f"epoch {progress.epoch + 1}/{self.config.epochs}"
         self.writer.open_bar(title, loader.steps_per_epoch, loader.steps_per_epoch - left_in_epoch)
@@ -162,7 +169,10 @@ class Run:
         return self.progress.epoch + (self.progress.position + loader.global_batch / 2) / loader.length
 
     def log_due(self) -> bool:
-        return self.progress.step % self.config.log_every == 0
+        """Every --log-every steps, and where the epoch ends: a line is about one epoch."""
+        return self.progress.step % self.config.log_every == 0 or (
+            self.progress.step == self.last_step and self.reaches_end
+        )
 
     def save_due(self) -> bool:
         """Every --checkpoint-every steps, except where the epoch ends: it saves after its evaluation."""
@@ -214,11 +224,12 @@ class Run:
         epoch = progress.epoch + (progress.position > 0)
         count = test_loader.length
         self._log_safely(lambda: self.writer.write(progress.step, "test", {"epoch": epoch, **scores, "count": count}))
-        best = "  (best so far)" if progress.best_step == progress.step else ""
+        is_best = progress.best_step == progress.step and not self.config.evaluate
+        best = "  (best so far)" if is_best else ""
         log.info("%s  test   %s%s", self._where(epoch), in_words(scores), best)
 
     def _where(self, epoch: int) -> str:
-        epochs, steps = str(self.config.epochs), f"{self.config.epochs * self.train_loader.steps_per_epoch:,}"
+        epochs, steps = str(self.config.epochs), f"{self.all_steps:,}"
         return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {self.progress.step:>{len(steps)},}/{steps}"
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -270,6 +281,8 @@ class Run:
 
     def _conclude(self) -> None:
         seconds, progress, folder = time.perf_counter() - self.started, self.progress, self.folder
+        if progress.best is None:  # a finished run's checkpoint, in a new folder: nothing was trained
+            return
         best = f"best at step {progress.best_step:,}: {in_words(progress.best_scores)}"
         log.info("done in %s s; %s", f"{seconds:,.0f}", best)
         log.info("  best weights  %s", folder.best)

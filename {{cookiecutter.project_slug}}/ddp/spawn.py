@@ -16,11 +16,12 @@ import torch.multiprocessing as mp
 
 from config import Config
 from ddp.ending import leave
-from ddp.errors import say
+from ddp.errors import PeerLost, Stopped, say
 from ddp.launch import Placement, run_as_rank
 from ddp.status import correct_status
 from ddp.stop import REPEAT_S, SIGNALS
 
+ASK_S = 5.0  # by then they have noticed, where they can; they are asked to stop
 GRACE_S = 30.0  # how long the others may take when one process has ended: they tell each other, and may be saving
 
 
@@ -32,8 +33,8 @@ def spawn(main: Callable[[Config, Placement], None], config: Config, nproc: int)
         arguments = (main, config, nproc, f"file://{folder}/rendezvous", os.getpid())
         context: Any = mp.spawn(_spawned, arguments, nprocs=nproc, join=False)
         signals.start(context.processes)
-        _wait(context.processes)
-        code = _verdict(context.processes, signals)
+        ended = _wait(context.processes)
+        code = _verdict(context.processes, signals, ended)
         pids = [process.pid for process in context.processes]
         correct_status(Path(config.output_dir), pids, code, "a process was killed")
         return code
@@ -78,15 +79,22 @@ class _Forwarder:
             _send(self.processes, signal.SIGKILL)
 
 
-def _wait(processes: list[Any]) -> None:
-    """Until all have ended. After the first failure the others have GRACE_S, then they are killed."""
-    end = None
+def _wait(processes: list[Any]) -> list[Any]:
+    """Until all have ended. After the first failure the others have GRACE_S, then they are killed: returns those."""
+    failed, asked, killed = None, False, []
     while alive := [process for process in processes if process.is_alive()]:
         wait([process.sentinel for process in alive], timeout=0.5)
-        if end is None and any(process.exitcode for process in processes):
-            end = time.monotonic() + GRACE_S
-        if end is not None and time.monotonic() > end:
+        if failed is None and any(process.exitcode for process in processes):
+            failed = time.monotonic()
+        if failed is None:
+            continue
+        if not asked and time.monotonic() > failed + ASK_S:  # whoever has not met the others yet waits for them in vain
+            asked = True
+            _send(alive, signal.SIGTERM)
+        if time.monotonic() > failed + GRACE_S:
+            killed = alive
             _send(alive, signal.SIGKILL)
+    return killed
 
 
 def _send(processes: list[Any], number: int) -> None:
@@ -96,10 +104,10 @@ def _send(processes: list[Any], number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def _verdict(processes: list[Any], signals: _Forwarder) -> int:
-    """One exit code for all: of those that could say why; else of the signal that ended one."""
+def _verdict(processes: list[Any], signals: _Forwarder, ended: list[Any]) -> int:
+    """One exit code for all: of those that could say why; else of the signal that ended one. `ended`: by us."""
     said = [process.exitcode for process in processes if process.exitcode > 0]
-    killed = [process for process in processes if process.exitcode < 0]
+    killed = [process for process in processes if process.exitcode < 0 and process not in ended]
     if signals.second is not None:
         say(f"left at once, on a second signal ({signal.Signals(signals.second).name})")
         return 128 + signals.second
@@ -110,4 +118,6 @@ def _verdict(processes: list[Any], signals: _Forwarder) -> int:
         name = signal.Signals(-process.exitcode).name
         hint = "; if memory ran out, dmesg says so" if name == "SIGKILL" else ""
         say(f"rank {processes.index(process)}: its process {process.pid} was killed by {name}{hint}")
-    return said[0] if said else 128 - killed[0].exitcode if killed else 0
+    if killed and signals.asked is None and (said or ended) and set(said) <= {Stopped.exit_code}:
+        return PeerLost.exit_code  # nobody asked for a stop: it was we who asked those that were left
+    return said[0] if said else 128 - (killed or ended)[0].exitcode if killed or ended else 0

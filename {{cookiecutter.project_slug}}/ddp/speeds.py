@@ -11,6 +11,7 @@ from pathlib import Path
 from ddp.group import plural
 
 ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
+MOST_SPREAD, MOST_EFFICIENCY = 0.3, 1.15  # beyond that it was not the project that was measured
 SILENT, DATA = "without all-reduce", "with real data"
 
 
@@ -92,9 +93,22 @@ def limits(lines: Sequence[Line]) -> str:
         parts = {"compute": 1 - sum(parts.values()), **parts}
         if DATA not in speeds:
             del parts["data"]
+        if processes == 1:
+            del parts["communication"]  # with whom?
+            parts["compute"] = 1 - sum(part for name, part in parts.items() if name != "compute")
         shown = "  ".join(f"{name} {part:>4.0%}" for name, part in parts.items())
         said.append(f"{plural(processes, 'process', 'es'):<14}{shown}   limited by {max(parts, key=parts.__getitem__)}")
     return "\n".join(said)
+
+
+def doubts(lines: Sequence[Line]) -> str:
+    """Why these figures are not to be trusted; empty if they may be."""
+    spread = max((line.most - line.least) / line.samples_per_s for line in lines)
+    efficiency = max((line.efficiency or 0.0) for line in lines)
+    if spread <= MOST_SPREAD and efficiency <= MOST_EFFICIENCY:
+        return ""
+    why = f"the rounds differ by up to {spread:.0%}" if spread > MOST_SPREAD else f"an efficiency of {efficiency:.0%}"
+    return f"Unsteady, {why}: other programs use this machine. Stop them, or give more --repeats and --seconds."
 
 
 def write_csv(path: Path, lines: Sequence[Line]) -> None:

@@ -94,6 +94,8 @@ def wrap(model: torch.nn.Module, config: Config, group: Group) -> Any:
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
     )
+    if not config.deterministic:
+        _name_unused(ddp_model, model)
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if group.backend == "nccl" else _one_by_one)
@@ -101,6 +103,33 @@ def wrap(model: torch.nn.Module, config: Config, group: Group) -> Any:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         ddp_model.register_comm_hook(None, hooks[config.comm_hook])
     return ddp_model
+
+
+def _name_unused(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Let the second step raise UsageError if weights had no gradient in the first: DDP would not say which."""
+    missing = {name: None for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = dict(model.named_parameters())
+    handles = [
+        weights[name].register_post_accumulate_grad_hook(lambda _, name=name: missing.pop(name, None))
+        for name in missing
+    ]
+    averaged = False  # whether the pass before this one was the last of its step
+
+    def check(*_: Any) -> None:
+        nonlocal averaged
+        if not averaged:
+            averaged = ddp_model.require_backward_grad_sync
+            return
+        for handle in handles:
+            handle.remove()
+        if missing:
+            raise UsageError(
+                f"the loss does not depend on {', '.join(missing)}: use them in forward(), take them out, or freeze "
+                "them with requires_grad_(False); where that differs from step to step, set "
+                "find_unused_parameters=True in ddp/step.py"
+            )
+
+    handles.append(ddp_model.register_forward_pre_hook(check))
 
 
 def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket):  # DDP would refuse annotations that are strings

@@ -117,7 +117,8 @@ def _free_gb(folder: Path) -> float | None:
 def _dataset(config: Config) -> str:
     if config.dataset == "synthetic":
         return "synthetic"
-    with suppress(OSError):
-        if any(Path(config.data_dir).iterdir()):
-            return f"{config.dataset} in {config.data_dir}"
-    return f"{config.dataset}: nothing in {config.data_dir}"
+    parts = {"cifar10": "cifar-10-batches-py", "imagefolder": "train"}
+    if (Path(config.data_dir) / parts.get(config.dataset, "")).is_dir():
+        return f"{config.dataset} in {config.data_dir}"
+    fetched = ", will be downloaded" if config.dataset == "cifar10" else ""
+    return f"{config.dataset}: not in {config.data_dir}{fetched}"

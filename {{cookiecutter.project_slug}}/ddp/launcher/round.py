@@ -183,6 +183,9 @@ class Round:
         pids = self.pids()
         if len(list(self.folder.glob("*/*/*/done"))) == self.nproc:  # whatever torchrun was asked meanwhile
             return Outcome(0, pids=pids)
+        if code == 8 and not self.stopping and all(report["code"] == 75 for report in reports):
+            # A worker was killed; torchrun has then ended the others, who take that for a request to stop.
+            return Outcome(8, True, saved, "a process was lost", pids=pids)
         if reports and code != 0:
             first = reports[0]
             return Outcome(first["code"], first["code"] == 8, saved, first["why"], pids=pids)
