@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import runpy
 import shlex
@@ -79,6 +80,8 @@ class Timer:
         if dist.get_rank() == 0:
             self.file.write_text(json.dumps({"steps": self.times, "slices": self.slices}))
         sys.stdout.flush()
+        for child in multiprocessing.active_children():  # DataLoader workers would go on for seconds, beside the next
+            child.kill()
         os._exit(0)
 
 

@@ -1,0 +1,409 @@
+"""What evaluating, resuming and saving cost. On the CPU, with CIFAR-10-sized images that are made up.
+
+    .venv/bin/python benchmarks/beyond_steps.py           from the repository; about 4 minutes
+    .venv/bin/python benchmarks/beyond_steps.py --quick   shows that it works; its figures mean nothing
+
+Evaluation: main.py's evaluate() beside the limit, which is the model and its loss alone, over and over on one batch.
+Both take turns in the same processes. Resuming: how long the first batch and the first step take at several positions
+of an epoch. Saving: how long a real training waits in run.save(), beside a bare copy of the same tensors, how long the
+write takes behind its back, and by how much all of that delays the training.
+
+Everything takes turns, --repetitions times; ratios are taken within a repetition. Each process has one thread. Prints
+tables in Markdown: medians over the repetitions, and from where to where they go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from training import machine
+
+from made_up import cifar10, jpegs
+
+HERE = Path(__file__).resolve().parent
+TEMPLATE = HERE.parent / "{{cookiecutter.project_slug}}"
+sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "tests"), str(HERE / "loops")]
+# Whatever lies in the template folder is copied into every project rendered from it.
+os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(HERE.parent / "build/pycache")
+
+from timed import accept  # noqa: E402
+
+from config import parse  # noqa: E402
+from data import load_datasets  # noqa: E402
+from ddp.group import Group  # noqa: E402
+from ddp.launch import Placement, run_as_rank  # noqa: E402
+from ddp.loader import TestLoader, TrainLoader  # noqa: E402
+from ddp.run import Run  # noqa: E402
+from ddp.saver import Saver  # noqa: E402
+from main import evaluate  # noqa: E402
+from main import main as train_as_rank  # noqa: E402
+from model import build_model, compute_loss  # noqa: E402
+from processes import Ranks, on_ranks, train  # noqa: E402
+
+PROCESSES, BATCH = 2, 128  # of each process; of everything but what varies them
+LONGEST_S = 120.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured in each repetition."""
+
+    images: int = 50_000  # to train on; a fifth as many to test on
+    batches: tuple[int, ...] = (16, 128)
+    turns: int = 3  # of evaluation and limit
+    parts: tuple[float, ...] = (0.0, 0.5, 0.99)  # of an epoch: where to resume; the first is compared with
+    asks: int = 9  # of the loader, at each position
+    saves: int = 4
+    models: tuple[tuple[str, int, int], ...] = (("ToyModel", 128, 20), ("resnet18", 8, 16))  # batch, steps a save
+
+
+QUICK = Scale(1_280, (128,), 2, (0.0, 0.99), 1, 2, (("ToyModel", 16, 8), ("resnet18", 2, 6)))
+
+
+class Bench:
+    """The data, and the options that all share."""
+
+    def __init__(self, folder: Path, scale: Scale) -> None:
+        self.folder, self.scale = folder, scale
+        cifar10(folder / "cifar10", scale.images)
+        accept(folder / "cifar10")
+        many_jpegs(folder / "imagefolder", scale.images)
+        self.sets = {name: load_datasets(parse(self.options(name))) for name in ("cifar10", "imagefolder")}
+        self.steps_per_epoch = scale.images // (PROCESSES * BATCH)
+
+    def options(self, dataset: str = "cifar10", *, batch: int = BATCH, model: str = "ToyModel") -> list[str]:
+        options = ["--dataset", dataset, "--data-dir", str(self.folder / dataset), "--device", "cpu"]
+        return [*options, "--batch-size", str(batch), "--model", model]
+
+    def positions(self) -> list[int]:
+        """In samples: where to resume."""
+        return [int(part * self.steps_per_epoch) * PROCESSES * BATCH for part in self.scale.parts]
+
+    def step_of(self, position: int) -> int:
+        """In the second epoch, so that the first position is resumed from as well."""
+        return self.steps_per_epoch + position // (PROCESSES * BATCH)
+
+
+def many_jpegs(folder: Path, images: int) -> None:
+    """`images` small files to train on, in ten classes: a hundred pictures under many names."""
+    jpegs(folder, 100, (64, 48))
+    pictures = sorted((folder / "train").glob("*/*"))
+    for number in range(images - len(pictures)):
+        picture = pictures[number % len(pictures)]
+        os.link(picture, picture.with_name(f"again{number}.jpg"))
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Evaluation:
+    """Images/s of all processes: of evaluate(), and of the limit; and the part of the limit that is reached."""
+
+    speeds: list[float] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+    parts: list[float] = field(default_factory=list)
+
+    def measure(self, bench: Bench, processes: int, batch: int) -> None:
+        """Once more."""
+        options = bench.options(batch=batch)
+        pairs = on_ranks(processes, lambda group: beside_limit(bench, options, group), *options)[0]
+        self.speeds.append(statistics.median(speed for speed, _ in pairs))
+        self.limits.append(statistics.median(limit for _, limit in pairs))
+        self.parts.append(statistics.median(speed / limit for speed, limit in pairs))
+
+
+def beside_limit(bench: Bench, options: Sequence[str], group: Group) -> list[tuple[float, float]]:
+    """Images/s of evaluate() and of the limit, in turns; the first ones do not count. Call on every rank."""
+    config, test_set = parse(options), bench.sets["cifar10"][1]
+    test_loader, model = TestLoader(test_set, config, group), build_model(config, test_set)
+    inputs, targets = (part.clone() for part in next(iter(test_loader)))
+    batches = -(-test_loader.length // (group.world_size * config.batch_size))
+
+    @torch.no_grad()
+    def limit() -> None:
+        for _ in range(batches):
+            compute_loss(model(inputs), targets)
+
+    pairs = []
+    for _ in range(bench.scale.turns + 1):
+        speed = test_loader.length / seconds(lambda: evaluate(model, test_loader, config, group), group)
+        pairs.append((speed, batches * len(inputs) * group.world_size / seconds(limit, group)))
+    return pairs[1:]
+
+
+def seconds(work: Callable[[], Any], group: Group) -> float:
+    """From when all ranks begin until all have done it. Call on every rank."""
+    group.sum(torch.zeros(1))
+    start = time.perf_counter()
+    work()
+    group.sum(torch.zeros(1))
+    return time.perf_counter() - start
+
+
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+
+def in_turns(measure: Callable[[int], float], positions: Sequence[int], turn: int) -> list[float]:
+    """What is measured at each position; every other time from the last one on, so that their order does not count."""
+    found = {position: measure(position) for position in (positions if turn % 2 == 0 else reversed(positions))}
+    return [found[position] for position in positions]
+
+
+def first_batches(bench: Bench, dataset: str) -> list[float]:
+    """Seconds from TrainLoader.steps() to the first batch on the slowest rank, at each position: medians."""
+    config, positions = parse(bench.options(dataset)), bench.positions()
+
+    def ask(group: Group) -> list[list[float]]:
+        loader, epochs = TrainLoader(bench.sets[dataset][0], config, group), itertools.count()
+        turns = range(bench.scale.asks + 1)
+        # Each time a new epoch, as after a start. At first, data in memory are prepared as well: that does not count.
+        return [
+            in_turns(lambda position: seconds_to_batch(loader, next(epochs), position, group), positions, turn)
+            for turn in turns
+        ][1:]
+
+    by_rank = torch.tensor(on_ranks(PROCESSES, ask, *bench.options(dataset)))  # [ranks, asks, positions]
+    return by_rank.amax(0).median(0).values.tolist()
+
+
+def seconds_to_batch(loader: TrainLoader, epoch: int, position: int, group: Group) -> float:
+    """From TrainLoader.steps() on. Call on every rank."""
+    group.sum(torch.zeros(1))
+    start = time.perf_counter()
+    steps = loader.steps(epoch, position)
+    next(next(steps))
+    taken = time.perf_counter() - start
+    del steps  # ends the workers
+    return taken
+
+
+def checkpoints(bench: Bench) -> dict[int, Path]:
+    """The folder of a run that has stopped at each position."""
+    made = {}
+    for position in bench.positions():
+        end = ("--max-steps", bench.step_of(position))
+        train(PROCESSES, *bench.options(), "--output-dir", bench.folder / "run", *end)
+        made[position] = shutil.copytree(bench.folder / "run", bench.folder / f"run at {position}")
+    return made
+
+
+def first_step(bench: Bench, runs: dict[int, Path], position: int) -> float:
+    """Seconds from the command to the first step."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+        folder = Path(name)
+        shutil.copytree(runs[position], folder / "run")
+        command = [sys.executable, str(HERE / "loops/timed.py"), "--steps", "1", "--times", str(folder / "times.json")]
+        command += ["--cifar10", str(bench.folder / "cifar10"), str(TEMPLATE / "main.py"), *bench.options()]
+        command += ["--output-dir", str(folder / "run"), "--world-size", str(PROCESSES)]
+        command += ["--init-method", f"file://{folder}/rendezvous", "--rank"]
+        environment = {**os.environ, "WORLD_SIZE": str(PROCESSES)}  # timed.py wants to know
+        with (folder / "log").open("w") as log:
+            start = time.perf_counter()
+            ranks = [
+                subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=environment)
+                for rank in range(PROCESSES)
+            ]
+            try:
+                codes = [rank.wait(LONGEST_S) for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+        said = (folder / "log").read_text()
+        if any(codes) or f"step_{bench.step_of(position):08d}.pt" not in said:
+            sys.exit(f"a run has not resumed at sample {position:,}, or has ended with {codes}:\n{said}")
+        return json.loads((folder / "times.json").read_text())["steps"][0] - start  # one clock for all processes
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saving:
+    """Milliseconds, one of each repetition."""
+
+    megabytes: float = 0.0  # of a checkpoint
+    steps: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)  # in run.save()
+    copies: list[float] = field(default_factory=list)  # of weights and momentum, by clone()
+    writes: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)  # of the training, by one save in all
+
+    def measure(self, bench: Bench, model: str, batch: int, every: int) -> None:
+        """Once more: train, and save every so many steps."""
+        with tempfile.TemporaryDirectory(dir=bench.folder) as name:
+            options = [*bench.options(batch=batch, model=model), "--output-dir", name, "--checkpoint-every", str(every)]
+            noted = watched_training(options, every, bench.scale.saves, Path(name, "noted.json"))
+            self.megabytes = max(Path(name, "checkpoints").iterdir()).stat().st_size / 1e6
+        busy = [(save, done) for (save, _), (_, done) in zip(noted["saves"], noted["writes"], strict=True)]
+        calm: list[float] = []
+        delayed: list[float] = []
+        for begin, end in itertools.pairwise(noted["steps"]):
+            touched = any(begin < done and save < end for save, done in busy)
+            (delayed if touched else calm).append(end - begin)
+        step = statistics.median(calm)
+        self.steps.append(1000 * step)
+        self.delays.append(1000 * (sum(delayed) - step * len(delayed)) / len(busy))
+        for what, into in (("saves", self.waits), ("copies", self.copies), ("writes", self.writes)):
+            into.append(1000 * statistics.median(end - begin for begin, end in noted[what]))
+
+
+class Watch:
+    """Notes when a step is done; and from when to when this rank saves, writes and, just to compare, copies."""
+
+    def __init__(self, every: int, saves: int, rank: int, file: Path) -> None:
+        self.every, self.last, self.rank, self.file = every, every * (saves + 1), rank, file
+        self.noted: dict[str, list[Any]] = {"steps": [], "saves": [], "writes": [], "copies": []}
+        save, start = Run.save, Saver.start
+        Run.save = self.spans("saves", save)  # type: ignore[method-assign]
+        Saver.start = lambda saver, job: start(saver, self.spans("writes", job))  # type: ignore[assignment, method-assign]
+        register_optimizer_step_post_hook(self.after_step)
+
+    def spans(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`; from when to when it runs is noted."""
+
+        def call(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*arguments)
+            self.noted[name].append((begin, time.perf_counter()))
+            return result
+
+        return call
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.noted["steps"].append(time.perf_counter())
+        done = len(self.noted["steps"])
+        if done % self.every == self.every - 1:  # the write before is on the disk
+            self.spans("copies", copy_state)(optimizer)
+        if done == self.last:
+            self.end()
+
+    def end(self) -> NoReturn:
+        """Write, on rank 0, what was noted. Nobody leaves before that."""
+        if self.rank == 0:
+            while len(self.noted["writes"]) < len(self.noted["saves"]):
+                time.sleep(0.01)
+            self.file.write_text(json.dumps(self.noted))
+        while not self.file.exists():
+            time.sleep(0.01)
+        os._exit(0)
+
+
+def copy_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Of the weights and the momentum, which are nearly all of a checkpoint."""
+    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [tensor.clone() for tensor in weights + momentum]
+
+
+def watched_training(options: Sequence[str], every: int, saves: int, file: Path) -> dict[str, list[Any]]:
+    """Run main.py's main until it has saved so many times; returns what its rank 0 has noted."""
+
+    def target(placement: Placement) -> int:
+        Watch(every, saves, placement.rank, file)
+        return run_as_rank(train_as_rank, parse(options), placement)
+
+    ranks = Ranks(PROCESSES, target)
+    if any(ranks.wait(LONGEST_S)) or not file.exists():
+        sys.exit(f"a training has failed:\n{ranks.output()}")
+    return json.loads(file.read_text())
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def shown(values: Sequence[float], form: str = "{:.1f}") -> str:
+    """`median (least to most)`."""
+    spread = f" ({form.format(min(values))} to {form.format(max(values))})" if len(values) > 1 else ""
+    return form.format(statistics.median(values)) + spread
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def head(first: str, *others: str) -> list[str]:
+    return [row(first, *others), f"|---|{'--:|' * len(others)}"]
+
+
+def evaluation_table(evaluations: dict[tuple[int, int], Evaluation]) -> list[str]:
+    lines = head("evaluation, ToyModel", "images/s", "limit, images/s", "of the limit")
+    for (batch, processes), found in evaluations.items():
+        who = f"batch {batch}, {processes} process{'es' if processes > 1 else ''}"
+        speeds = shown(found.speeds, "{:,.0f}"), shown(found.limits, "{:,.0f}")
+        lines.append(row(who, *speeds, shown(found.parts, "{:.1%}")))
+    return lines
+
+
+def resuming_table(parts: Sequence[float], waits: dict[str, list[list[float]]]) -> list[str]:
+    """`waits`: of each kind, in each repetition, seconds at each of `parts`."""
+    names = [f"{part:.0%}" for part in parts]
+    ratios = [f"{name} / {names[0]}" for name in names[1:]]
+    lines = head("resuming, ms, at this part of an epoch", *names, *ratios)
+    for kind, repetitions in waits.items():
+        at = list(zip(*repetitions, strict=True))
+        cells = [shown([1000 * value for value in values], "{:,.1f}") for values in at]
+        for values in at[1:]:
+            cells.append(shown([one / first for one, first in zip(values, at[0], strict=True)], "{:.2f}"))
+        lines.append(row(kind, *cells))
+    return lines
+
+
+def saving_table(savings: dict[tuple[str, int, int], Saving]) -> list[str]:
+    titles = ("run.save()", "bare copy", "write, in the background", "delay of the training", "a step")
+    lines = head("saving, ms", *titles)
+    for (model, batch, _), found in savings.items():
+        columns = (found.waits, found.copies, found.writes, found.delays, found.steps)
+        lines.append(row(f"{model}, batch {batch}, {found.megabytes:.1f} MB", *map(shown, columns)))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What evaluating, resuming and saving cost.")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="small and once: shows that it works")
+    arguments = parser.parse_args()
+    scale, repetitions = (QUICK, 1) if arguments.quick else (Scale(), arguments.repetitions)
+    os.environ["OMP_NUM_THREADS"] = "1"  # beside other programs, threads would mostly wait for each other
+
+    evaluations = {(batch, processes): Evaluation() for batch in scale.batches for processes in (1, PROCESSES)}
+    loaders = {"first batch, data in memory": "cifar10", "first batch, image files and workers": "imagefolder"}
+    whole = "first step, from the command on"
+    waits: dict[str, list[list[float]]] = {kind: [] for kind in (*loaders, whole)}
+    savings = {case: Saving() for case in scale.models}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="beyond-steps-") as name:
+        bench = Bench(Path(name), scale)
+        runs = checkpoints(bench)
+        for number in range(repetitions):
+            for (batch, processes), evaluation in evaluations.items():
+                evaluation.measure(bench, processes, batch)
+            for kind, dataset in loaders.items():
+                waits[kind].append(first_batches(bench, dataset))
+            waits[whole].append(in_turns(partial(first_step, bench, runs), bench.positions(), number))
+            for case, saving in savings.items():
+                saving.measure(bench, *case)
+            print(f"{time.monotonic() - start:4.0f} s  {number + 1}/{repetitions}", file=sys.stderr)
+    tables = evaluation_table(evaluations), resuming_table(scale.parts, waits), saving_table(savings)
+    print("\n\n".join("\n".join(lines) for lines in tables))
+    print(f"\n{machine()}")
+
+
+if __name__ == "__main__":
+    main()
