@@ -36,7 +36,7 @@ def main() -> int:
     print(
         f"\nTest accuracy {tests[-1]['accuracy']:.1%} after {tests[-1]['epoch']} epochs."
         f"\nThe run's files are in {run}"
-        f"\n\nThree things to try next:"
+        f"\n\nThings to try next:"
         f"\n  source {python / 'activate'} && cd {project}"
         f"\n  ./launch_node.sh -- --epochs 10                      CIFAR-10: downloads 170 MB"
         f"\n  tensorboard --logdir runs                            the curves, in a browser"

@@ -183,7 +183,8 @@ def test_the_newest_good_ones_are_kept_whatever_is_bad(trained: Path, small: Non
 def test_the_content_is_what_the_readme_says(trained: Path) -> None:
     content = torch.load(trained / "checkpoints" / "step_00000006.pt", weights_only=True)
     assert set(content) == {
-        *("format", "classes", "model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "position"),
+        *("format", "code", "classes"),
+        *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "position"),
         *(
             "best",
             "best_step",

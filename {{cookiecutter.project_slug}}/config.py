@@ -145,7 +145,7 @@ class Config:
     resume: str = _run("auto", "auto: from the newest checkpoint of OUTPUT_DIR, if any; never: refuse to; or the path of a checkpoint to start from", kind=resume_point, free=True)
     checkpoint_every: int | None = _run(None, "save every N steps as well as after every epoch", kind=positive, free=True)
     keep_checkpoints: int = _run(3, "how many checkpoints to keep, best.pt aside", kind=number(int, 2), free=True)
-    log_every: int = _run(100, "log every N steps", kind=positive, free=True)
+    log_every: int = _run(100, "log every N steps, and where an epoch ends", kind=positive, free=True)
     seed: int = _run(0, "of weights, order, augmentation and dropout", kind=number(int, 0, most=2**32 - 1))
     deterministic: bool = _run(False, "only deterministic algorithms: resumes bit for bit on GPUs and with more than 2 processes; slower", free=True)
     strict_resume: bool = _run(False, "refuse to resume with another number of processes", free=True)
