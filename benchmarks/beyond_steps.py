@@ -68,7 +68,7 @@ class Scale:
     batches: tuple[int, ...] = (16, 128)
     turns: int = 3  # of evaluation and limit
     parts: tuple[float, ...] = (0.0, 0.5, 0.99)  # of an epoch: where to resume; the first is compared with
-    asks: int = 9  # of the loader, at each position
+    asks: int = 5  # of the loader, at each position
     saves: int = 4
     models: tuple[tuple[str, int, int], ...] = (("ToyModel", 128, 20), ("resnet18", 8, 16))  # batch, steps a save
 
@@ -376,7 +376,7 @@ def saving_table(savings: dict[tuple[str, int, int], Saving]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What evaluating, resuming and saving cost.")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small and once: shows that it works")
     arguments = parser.parse_args()
     scale, repetitions = (QUICK, 1) if arguments.quick else (Scale(), arguments.repetitions)

@@ -436,4 +436,4 @@ def test_of_many_differences_the_options_come_first_and_the_list_is_short(small:
     train(1, *options, 1)
     output = train(1, *options, 2, "--model", "resnet18", code=4)
     assert "does not fit: --model was ToyModel, is resnet18; " in output
-    assert re.search(r"; and \d+ more\. Undo", output) and output.count("is not in the checkpoint") < 6
+    assert re.search(r"; and \d+ more\. For a new run", output) and output.count("is not in the checkpoint") < 6
