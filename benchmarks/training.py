@@ -65,6 +65,7 @@ class Case:
     image_size: int = 32
     flags: tuple[str, ...] = ()
     contestants: tuple[str, ...] = EVERYBODY
+    slices: int = 12  # at least so many, to compare with the limit
     speeds: dict[str, list[float]] = field(default_factory=dict)  # images/s of all processes, by contestant
     parts: list[float] = field(default_factory=list)  # of the limit that this project reaches, both taking turns
 
@@ -126,7 +127,7 @@ class Bench:
     def part_of_limit(self, case: Case) -> float:
         """This project's speed over the limit's: the median of slices of steps, without those of an epoch's end."""
         epoch = CIFAR10 // (case.batch * case.processes)
-        steps = max(case.steps, 12 * SLICE)
+        steps = max(case.steps, case.slices * SLICE)
         found = self._run(case, OURS, steps, "--beside-limit", shlex.join(self._model(case, LIMIT)))
         begins = range(SLICE, steps, SLICE)
         whole = [times for begin, times in zip(begins, found["slices"], strict=False) if begin % epoch + SLICE < epoch]
@@ -247,6 +248,7 @@ def main() -> None:
     cases = [case for case in cases if options.cases is None or case.name in options.cases]
     for case in cases:
         case.steps = max(10, int(case.steps * options.steps))
+        case.slices = max(4, int(case.slices * options.steps))
     options.output.mkdir(parents=True, exist_ok=True)
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:

@@ -28,13 +28,13 @@ def run(name: str, *options: Any) -> str:
 @pytest.mark.slow
 def test_the_project_is_measured_beside_the_naive_script_and_the_limit(tmp_path: Path) -> None:
     """Those that need no other library: the peers' are in the environment of `make bench` alone."""
-    short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b16-p2")
+    short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b128-p1")
     said = run("training.py", *short, "--contestants", "naive", OURS, "limit", "--output", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    speeds = results["images_per_s"]["toy-b16-p2"]
+    speeds = results["images_per_s"]["toy-b128-p1"]
     assert list(speeds) == ["naive", OURS, "limit"] and all(len(speed) == 1 for speed in speeds.values())
     assert speeds["naive"][0] < speeds["limit"][0], "it reads one image at a time, where the limit reads none"
-    (part,) = results["of_the_limit"]["toy-b16-p2"]
+    (part,) = results["of_the_limit"]["toy-b128-p1"]
     assert 0.5 < part < 1.2
     assert f"| {OURS} | {speeds[OURS][0]:,.0f} | {speeds[OURS][0] / speeds['naive'][0]:.2f} | {part:.1%} |" in said
     assert imread(tmp_path / "speed.png").std() > 0.05
