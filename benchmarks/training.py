@@ -1,6 +1,6 @@
 """This project beside others: the same model, batch, data and processes; who trains how many images a second?
 
-    make bench                                  from the repository: makes an environment of its own; about 25 minutes
+    make bench                                  from the repository: makes an environment of its own; about half an hour
     make bench ARGS='--repetitions 1 --cases toy-b128-p2'
 
 Each contestant is a script in loops/, written as its own documentation recommends, and runs under torchrun, timed from
@@ -238,7 +238,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     cases = cases_for(gpus)
     parser = argparse.ArgumentParser(description="Training speed of this project beside others.")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases], metavar="NAME")
     parser.add_argument("--contestants", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="NAME")
     parser.add_argument("--steps", type=float, default=1.0, help="times as many steps as usual")
