@@ -1,16 +1,21 @@
-"""A model that has all that makes resuming hard: dropout, BatchNorm, and, if asked, slowness."""
+"""A model that has all that makes resuming hard: dropout, BatchNorm, noise of every kind, and, if asked, slowness."""
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 
 class Awkward(nn.Module):
-    """Dropout and BatchNorm; sleeps `pause` seconds per forward pass, so that a test can kill it in mid-epoch."""
+    """Dropout, BatchNorm, and noise drawn by Python and by numpy.
+
+    It sleeps `pause` seconds per forward pass, so that a test can kill it in mid-epoch.
+    """
 
     def __init__(self, classes: int, pause: float = 0.0) -> None:
         super().__init__()
@@ -23,6 +28,8 @@ class Awkward(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         time.sleep(self.pause)
+        if self.training:
+            images = images * (0.9 + 0.2 * random.random()) + 0.1 * numpy.random.rand()
         return self.layers(images)
 
 

@@ -23,7 +23,7 @@ from ddp import checkpoint
 from ddp.compare import run_differences
 from ddp.fingerprint import code_of
 from ddp.launch import Placement, run_as_rank
-from ddp.state import broadcast_state, digest
+from ddp.state import broadcast_state, digest, random_state, set_random_state
 from faults import fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
@@ -418,6 +418,17 @@ def test_python_and_numpy_draw_differently_on_each_rank(small: None, tmp_path: P
     first, second = checkpoint.read(newest(tmp_path))["random"]
     for name in ("torch", "python", "numpy"):
         assert digest(first[name]) != digest(second[name]), name
+
+
+def test_generators_draw_again_what_they_drew_after_a_trip_through_a_checkpoint(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # from now on it has a second one in store; so has the next
+    numpy.random.randn()
+    drawn = []
+    checkpoint.write(tmp_path / "a.pt", {"format": 1, "random": random_state(torch.device("cpu"))})
+    for _ in range(2):
+        drawn.append((random.gauss(0, 1), numpy.random.randn(), numpy.random.rand(), torch.randn(3).tolist()))
+        set_random_state(checkpoint.read(tmp_path / "a.pt")["random"], torch.device("cpu"))
+    assert drawn[0] == drawn[1]
 
 
 def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,9 +191,8 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until the checkpoint in flight is on the disk. Raises on all ranks what it met. Call on every rank."""
         # A write may take longer than --timeout, for which others wait: so rank 0 says now and then that it goes on.
-        while not self.group.on_main(lambda: self.saver.wait(self.config.timeout / 4)):
+        while not self.group.on_main(self.saver.finish, self.config.timeout / 4):
             pass
-        self.group.on_main(self.saver.finish)
         ending.note_saved(self.step)
 
     def _note_saved(self, step: int) -> None:

@@ -19,12 +19,13 @@ class Saver:
         self.thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
         self.thread.start()
 
-    def finish(self) -> None:
-        """Wait for the job in flight; raise what it raised."""
-        self.wait()
-        error, self.error = self.error, None
-        if error is not None:
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait at most `timeout` seconds for the job in flight; raise what it raised. Returns whether it is done."""
+        done = self.wait(timeout)
+        if done and self.error is not None:
+            error, self.error = self.error, None
             raise error
+        return done
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the job in flight, without raising; for at most `timeout` seconds. Returns whether it is done."""

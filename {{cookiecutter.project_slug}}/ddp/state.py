@@ -115,11 +115,19 @@ def digest(state: Any) -> str:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of this process's random generators, in types that torch.load(weights_only=True) accepts."""
+    version, numbers, next_gauss = random.getstate()
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
+        # Tensors: number by number, these would take longer to copy and to send than the weights of a small model.
+        "python": (version, torch.tensor(numbers), next_gauss),
+        "numpy": (
+            str(name),
+            torch.tensor(numpy.asarray(keys, numpy.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -127,8 +135,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set them as `random_state` has found them; that of a GPU only if there was one, and is."""
+    version, numbers, next_gauss = state["python"]
+    name, keys, *others = state["numpy"]
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
+    random.setstate((version, tuple(numbers.tolist()), next_gauss))
+    numpy.random.set_state((name, keys.numpy(), *others))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
