@@ -133,7 +133,7 @@ def beside_limit(bench: Bench, options: Sequence[str], group: Group) -> list[tup
     """Images/s of evaluate() and of the limit, in turns; the first ones do not count. Call on every rank."""
     config, test_set = parse(options), bench.sets["cifar10"][1]
     test_loader, model = TestLoader(test_set, config, group), build_model(config, test_set)
-    inputs, targets = (part.clone() for part in next(iter(test_loader)))
+    inputs, targets = (part[: config.batch_size].clone() for part in next(iter(test_loader)))
     batches = -(-test_loader.length // (group.world_size * config.batch_size))
 
     @torch.no_grad()

@@ -1057,3 +1057,15 @@ def test_evaluation_reads_each_sample_once(world_size: int, workers: int) -> Non
     ranks = by_rank(world_size, read)
     for case, samples in enumerate((1, 7, 100, 101)):
         assert sorted(number for rank in ranks for number in rank[case]) == list(range(samples))
+
+
+def test_evaluation_takes_images_in_memory_as_they_are_made_many_at_once() -> None:
+    config = options("--dataset=synthetic", "--batch-size=16")
+    dataset = ImagesInMemory(config, torch.zeros(600, 3, 32, 32, dtype=torch.uint8), torch.arange(600), ["all"])
+
+    def sizes(group: Group) -> tuple[list[int], list[int]]:
+        training = next(TrainLoader(dataset, config, group).steps(0))
+        return [len(targets) for _, targets in TestLoader(dataset, config, group)], [len(t) for _, t in training]
+
+    assert by_rank(1, sizes) == [([256, 256, 88], [16])]
+    assert by_rank(2, sizes) == [([256, 44], [16])] * 2

@@ -63,7 +63,8 @@ class TrainLoader:
     prepare(batch)         turns a batch, on the device, into (inputs, targets)
     in_memory              True: no DataLoader workers by default
     to(device)             moves the data to a GPU, or leaves them; called where there are no workers
-    at_once                how many samples to read, augment and prepare together, before they are cut into batches
+    at_once                how many samples to read, augment and prepare together, before they are cut into batches;
+                           an evaluation takes them as they are: it keeps nothing for a backward pass
 
     `wait_s` adds up the seconds in which the training waited for data.
     """
@@ -94,7 +95,10 @@ class TrainLoader:
         generator = torch.Generator().manual_seed(derive_seed(self.config.seed, epoch, self.group.rank))
         dataset = _seeded(self.dataset, self.config.seed, epoch)
         loader = _data_loader(dataset, self.sampler, self.config, self.group, generator)
-        batches = self._timed(_prepared(loader, self.dataset, self.config, self.group, epoch))
+        prepared = _prepared(loader, self.dataset, self.group, epoch)
+        if loader.batch_size != self.config.batch_size:
+            prepared = _cut(prepared, self.config.batch_size)
+        batches = self._timed(prepared)
         for _ in range(self.sampler.steps_left(position)):
             yield islice(batches, self.config.grad_accum_steps)
 
@@ -109,7 +113,10 @@ class TrainLoader:
 
 
 class TestLoader:
-    """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order."""
+    """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order.
+
+    They are of --batch-size samples or, where the dataset makes more of them `at_once`, of so many.
+    """
 
     __test__ = False  # not a test of pytest
 
@@ -120,13 +127,13 @@ class TestLoader:
         indices = range(group.rank, self.length, group.world_size)
         self.loader = _data_loader(_seeded(dataset, config.seed, -1), indices, config, group)
         _move(dataset, config, group)
-        self.common = self.length // group.world_size // config.batch_size  # batches that every rank has
-        self.config = config
+        batch_size = self.loader.batch_size or 1
+        self.common = self.length // group.world_size // batch_size  # batches that every rank has
         self.group = group
 
     def __iter__(self) -> Iterator[Any]:
         self.group.agreement.restart()
-        for number, batch in enumerate(_prepared(self.loader, self.dataset, self.config, self.group)):
+        for number, batch in enumerate(_prepared(self.loader, self.dataset, self.group)):
             yield batch
             if number < self.common:
                 self.group.agreement.point()
@@ -184,23 +191,21 @@ def _data_loader(
     )
 
 
-def _prepared(
-    loader: DataLoader, dataset: Dataset, config: Config, group: Group, epoch: int | None = None
-) -> Iterator[Any]:
+def _prepared(loader: DataLoader, dataset: Dataset, group: Group, epoch: int | None = None) -> Iterator[Any]:
     """Batches on the device; augmented if an `epoch` is given."""
     augment = _inner(dataset, "augment") if epoch is not None else None
     prepare = _inner(dataset, "prepare")
     for samples in started(loader):
         samples = tuple(part.to(group.device, non_blocking=True) for part in samples)
         samples = augment(samples, epoch) if augment else samples
-        samples = prepare(samples) if prepare else samples
-        yield from (samples,) if loader.batch_size == config.batch_size else _cut(samples, config.batch_size)
+        yield prepare(samples) if prepare else samples
 
 
-def _cut(samples: Iterable[torch.Tensor], batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Batches of `samples`, each where a tensor of its own would be: at another place, sums may round differently."""
-    for batch in zip(*(part.split(batch_size) for part in samples), strict=True):
-        yield tuple(part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in batch)
+def _cut(batches: Iterable[tuple[torch.Tensor, ...]], batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Smaller batches, each where a tensor of its own would be: at another place, sums may round differently."""
+    for samples in batches:
+        for batch in zip(*(part.split(batch_size) for part in samples), strict=True):
+            yield tuple(part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in batch)
 
 
 def _move(dataset: Dataset, config: Config, group: Group) -> None:
