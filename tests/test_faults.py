@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import data
 import main
 from config import parse
 from ddp import checkpoint, group, peers
@@ -120,6 +121,7 @@ def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
     small: None, steps: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 8, *steps, "--output-dir"]
+    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 8 * 32 * 32)  # else it would be one batch
     train(2, *options, tmp_path / "whole")
 
     def slow_evaluation(rank: int, number: int) -> None:
@@ -143,7 +145,10 @@ def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
 
 
 @fault(9)
-def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(small: None, tmp_path: Path) -> None:
+def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 8 * 32 * 32)  # else it would be one batch
     train(1, "--dataset", "synthetic", "--max-steps", 2, "--batch-size", 16, "--output-dir", tmp_path)
     before = status(tmp_path)
     ranks = start_faulty(2, lambda rank, number: time.sleep(0.3), "--evaluate", "--output-dir", tmp_path)
