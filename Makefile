@@ -12,6 +12,9 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
+# Half of the time a test waits for something. Whole files, since those share what they have rendered or started.
+IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test own-tests check lint types bench
 
 demo: $(VENV)/ready
@@ -19,14 +22,14 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory --jobs --output-sync lint types own-tests
-	$(PYTEST) tests
+	$(PYTEST) tests $(IN_PARALLEL)
 
 # Those that every generated project has.
 own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
 check: lint types
-	$(PYTEST) tests -m 'not slow'
+	$(PYTEST) tests -m 'not slow' $(IN_PARALLEL)
 
 # In an environment of its own, which holds the others that it is compared with. ARGS='--help' says what there is.
 bench: $(BENCH_VENV)/ready

@@ -56,7 +56,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {what}{but}")
 
 
+# Longest first, so that two processes which take file by file end at nearly the same time.
+LONG = ("test_chaos", "test_machines", "test_nodes", "test_launch", "test_ssh", "test_slurm", "test_benchmarks")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         rows = [row for mark in item.iter_markers("fault") for row in mark.args]
         item.user_properties.append(("faults", rows))
