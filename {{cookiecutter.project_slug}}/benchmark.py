@@ -42,7 +42,7 @@ from ddp.launch import Placement, conduct, find_placement, run
 from ddp.loader import TrainLoader
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
 from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, wrap
-from model import build_model, compute_loss
+from model import build_model, build_optimizer, compute_loss
 
 MOST_ON_CPU = 8  # processes, unless --nproc says more
 WARM_UP = 5  # steps, unless one takes longer than --seconds; the choice of algorithms is behind them
@@ -98,7 +98,7 @@ class Trainer:
         self.task, self.config, self.group = task, task.config, group
         model = copy.deepcopy(task.model).to(group.device).train()
         self.trained = wrapper(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
+        self.optimizer = build_optimizer(model, replace(self.config, lr=1e-6))  # what is trained does not matter
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=self.config.precision == "fp16")
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:

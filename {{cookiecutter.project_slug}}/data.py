@@ -10,10 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket
 from collections.abc import Sequence
-from contextlib import contextmanager
-from http.client import HTTPException
 from pathlib import Path
 
 import numpy
@@ -25,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from config import Config
+from ddp.download import downloading
 from ddp.errors import EnvironmentFailure
 from ddp.group import cores
 from ddp.loader import derive_seed
@@ -201,34 +199,17 @@ def _cifar10(config: Config) -> tuple[Images, Images]:
     try:
         parts = [CIFAR10(str(root), train=train) for train in (True, False)]  # verifies the MD5 of every file
     except RuntimeError:  # not there, or not whole
-        with _download_errors(CIFAR10.url, root):
-            root.mkdir(parents=True, exist_ok=True)
-            with FileLock(root / ".download.lock"):  # one process of this machine downloads, the others find it done
-                try:
-                    CIFAR10(str(root))
-                except RuntimeError:
-                    # An archive that is there and whole is unpacked again, without a download.
-                    download_and_extract_archive(CIFAR10.url, str(root), filename=CIFAR10.filename, md5=CIFAR10.tgz_md5)
+        with downloading(CIFAR10.url, root):
+            try:
+                CIFAR10(str(root))  # another process of this machine may have been first
+            except RuntimeError:
+                # An archive that is there and whole is unpacked again, without a download.
+                download_and_extract_archive(CIFAR10.url, str(root), filename=CIFAR10.filename, md5=CIFAR10.tgz_md5)
         parts = [CIFAR10(str(root), train=train) for train in (True, False)]
     images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
     targets = [torch.tensor(part.targets) for part in parts]
     train, test = (ImagesInMemory(config, *pair, parts[0].classes) for pair in zip(images, targets, strict=True))
     return train, test
-
-
-@contextmanager
-def _download_errors(url: str, root: Path):
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(30)  # torchvision sets none: a dead network would hang
-    try:
-        yield
-    except (OSError, RuntimeError, HTTPException) as error:
-        raise EnvironmentFailure(
-            f"cannot download {url}: {error}; put {Path(url).name} into {root.resolve()} by hand, "
-            "or use --dataset synthetic"
-        ) from error
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def _synthetic(config: Config) -> tuple[Images, Images]:

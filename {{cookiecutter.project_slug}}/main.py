@@ -19,7 +19,7 @@ from ddp.metrics import Meter
 from ddp.run import open_run
 from ddp.schedule import Schedule
 from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, seed_step, wrap
-from model import build_model, compute_loss, figure_of_merit, scores, sums
+from model import build_model, build_optimizer, compute_loss, figure_of_merit, scores, sums
 
 
 def main(config: Config, placement: Placement) -> None:
@@ -40,10 +40,7 @@ def main(config: Config, placement: Placement) -> None:
         # Two names for one set of weights: ddp_model is trained, model is evaluated and saved.
         model.to(group.device)
         ddp_model = wrap(model, config, group)
-        # Not fused: that spoils the momentum where fp16's scaler skips a step, and fails at weights that join in later.
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        optimizer = build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         meter = Meter(group)

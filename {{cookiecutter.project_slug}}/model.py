@@ -1,6 +1,6 @@
 """The model, its loss and its scores. Edit me.
 
-main.py needs build_model, compute_loss, sums, scores and figure_of_merit.
+main.py needs build_model, build_optimizer, compute_loss, sums, scores and figure_of_merit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def build_model(config: Any, train_set: Any) -> nn.Module:
     else:
         model = _torchvision_model(config, classes)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    """SGD with momentum. The learning rate is then set for each step, by ddp/schedule.py."""
+    # Not fused: that spoils the momentum where fp16's scaler skips a step, and fails at weights that join in later.
+    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
 def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class TrainLoader:
     prepare(batch)         turns a batch, on the device, into (inputs, targets)
     in_memory              True: no DataLoader workers by default
     to(device)             moves the data to a GPU, or leaves them; called where there are no workers
+    name                   what the first lines of a run call the data; by default --dataset
     at_once                how many samples to read, augment and prepare together, before they are cut into batches;
                            an evaluation takes them as they are: it keeps nothing for a backward pass
 
@@ -84,6 +85,7 @@ class TrainLoader:
                 f"--batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): lower one of them"
             )
         self.dataset = dataset
+        self.name = _inner(dataset, "name") or config.dataset
         self.config = config
         self.group = group
         self.wait_s = 0.0

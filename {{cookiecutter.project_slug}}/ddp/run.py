@@ -105,9 +105,10 @@ class Run:
         requests.patient = True
         config, group, loader, progress = self.config, self.group, self.train_loader, self.progress
         weights = sum(tensor.numel() for tensor in model.parameters())
-        log.info("%s, %s weights", config.model, f"{weights:,}")
+        default = config.model == type(config).model
+        log.info("%s, %s weights", type(model).__name__ if default else config.model, f"{weights:,}")
         samples = f"{loader.length:,} training samples, {test_loader.length:,} test samples"
-        log.info("%s: %s", config.dataset, samples)
+        log.info("%s: %s", loader.name, samples)
         processes = plural(group.world_size, "process", "es")
         source = f" ({group.source})" if group.world_size > 1 else ""
         log.info("%s%s on %s, %s, %s", processes, source, group.device.type, group.backend, config.precision)

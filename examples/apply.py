@@ -1,0 +1,33 @@
+"""Lays an example over a rendered project: python examples/apply.py NAME PROJECT."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/model.py"))
+
+
+def apply(name: str, project: Path) -> None:
+    """Replace model.py and data.py; the test of the ToyModel goes, and the example's README comes as EXAMPLE.md."""
+    for file in ("model.py", "data.py"):
+        shutil.copyfile(EXAMPLES / name / file, project / file)
+    shutil.copyfile(EXAMPLES / name / "README.md", project / "EXAMPLE.md")
+    for test in ("test_toy_model.py", "test_project.py"):  # of the ToyModel and its data
+        (project / "tests" / test).unlink(missing_ok=True)
+
+
+def main() -> None:
+    if len(sys.argv) != 3 or sys.argv[1] not in NAMES:
+        sys.exit(f"usage: python examples/apply.py NAME PROJECT, where NAME is one of {', '.join(NAMES)}")
+    project = Path(sys.argv[2])
+    if not (project / "ddp").is_dir():
+        sys.exit(f"{project} is not a project made from this template: it has no ddp/")
+    apply(sys.argv[1], project)
+    print(f"{sys.argv[1]} lies in {project}; what to type is in {project / 'EXAMPLE.md'}")
+
+
+if __name__ == "__main__":
+    main()

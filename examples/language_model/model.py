@@ -1,0 +1,79 @@
+"""A small transformer over characters, its loss and its scores. Edit me: main.py needs all public functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS, LAYERS, DROPOUT = 128, 4, 3, 0.1
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small network for each character; both beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.network = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, t, WIDTH] -> [b, t, WIDTH]."""
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # each [b, HEADS, t, d]
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(b, t, WIDTH)))
+        return x + self.dropout(self.network(self.norm2(x)))
+
+
+class Transformer(nn.Module):
+    """Predicts the next character at each place of a text. Vaswani et al., 2017, https://arxiv.org/abs/1706.03762."""
+
+    def __init__(self, characters: int, context: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(characters, WIDTH), nn.Embedding(context, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """text [b, t] of character numbers -> logits of the next ones [b, t, characters]."""
+        x = self.embed(text) + self.place.weight[: text.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def build_model(config: Any, train_set: Any) -> nn.Module:
+    """The model, sized to the text, on the CPU."""
+    return Transformer(train_set.characters, train_set.context)
+
+
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    """AdamW; --momentum is its first beta."""
+    betas = config.momentum, 0.95
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+
+
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the next character, in nats. outputs [b, t, characters], targets [b, t] -> []."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """What is added up over batches and ranks, so that every character counts the same."""
+    return {"loss": loss.detach() * targets.numel(), "count": targets.numel()}
+
+
+def scores(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The scores that are logged: the loss in nats and in bits a character, and the perplexity."""
+    loss = sums["loss"].item() / sums["count"].item()
+    return {"loss": loss, "bits": loss / math.log(2), "perplexity": math.exp(loss)}
+
+
+def figure_of_merit(scores: Mapping[str, float]) -> float:
+    """What best.pt is chosen by; higher is better."""
+    return -scores["loss"]

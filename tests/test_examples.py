@@ -1,0 +1,192 @@
+"""The examples, laid over a rendered project: trained by two processes, killed and resumed once, evaluated exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from cookiecutter.main import cookiecutter
+from PIL import Image
+
+from ddp import checkpoint
+from ddp.state import digest
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def readme(name: str) -> str:
+    return (REPOSITORY / "examples" / name / "README.md").read_text(encoding="utf-8")
+
+
+def options_of(text: str) -> list[str]:
+    """Those of the first command that a README shows, after --nproc 2."""
+    found = re.search(r"^    python main\.py --nproc 2 ([^\n#]*)", text, re.MULTILINE)
+    assert found is not None
+    return found[1].split()
+
+
+def lay(name: str, folder: Path) -> Path:
+    """A rendered project with the example `name` in it."""
+    project = Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(folder)))
+    command = [sys.executable, REPOSITORY / "examples/apply.py", name, project]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0 and (project / "EXAMPLE.md").exists(), done.stderr
+    return project
+
+
+def train(project: Path, *options: Any, code: int = 0) -> str:
+    """Run main.py there."""
+    command = [sys.executable, "main.py", "--device", "cpu", *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def train_until_killed(project: Path, output: Path, *options: Any) -> None:
+    """The same, with -9 to all of it behind the first checkpoint in the middle of an epoch."""
+    command = [sys.executable, "main.py", "--device", "cpu", "--output-dir", str(output), *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=project, start_new_session=True, env=environment) as run:
+        end = time.monotonic() + 120
+        while not list(output.glob("checkpoints/step_*.pt")):
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.002)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        for pid in (*map(int, children), run.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def scores_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
+
+
+def state_of(output: Path) -> str:
+    content = checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))
+    return digest([content["model"], content["optimizer"]])
+
+
+def killed_and_resumed_equals_whole(project: Path, folder: Path, *options: Any) -> Path:
+    """Train with two processes, once in one go and once killed in between. Returns the folder of the first."""
+    options = ("--nproc", 2, *options)
+    said = train(project, "--output-dir", folder / "whole", *options)
+    train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 3)
+    train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 3)
+    assert state_of(folder / "killed") == state_of(folder / "whole")
+    assert scores_of(folder / "killed") == scores_of(folder / "whole")
+    assert "ToyModel" not in said and "cifar10" not in said
+    return folder / "whole"
+
+
+def evaluated_by_one_process_is_the_same(project: Path, output: Path, *options: Any) -> None:
+    """To rounding: two processes add up in another order."""
+    two = scores_of(output)[-1]
+    said = train(project, "--output-dir", output, "--evaluate", *options)
+    for name in two.keys() - {"step", "split", "epoch", "count"}:
+        assert f"{name} {two[name]:.3f}"[:-1] in said, (name, two[name], said)
+
+
+def test_a_line_is_found(tmp_path: Path) -> None:
+    """As its README says it: the command, and then the lines of Python."""
+    project, text = lay("linear_regression", tmp_path), readme("linear_regression")
+    options = options_of(text)
+    output = killed_and_resumed_equals_whole(project, tmp_path, *options[: options.index("--output-dir")])
+    evaluated_by_one_process_is_the_same(project, output)
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shutil.copytree(output, project / "runs" / "line")
+    done = subprocess.run([sys.executable, "-c", block], cwd=project, capture_output=True, text=True, check=True)
+    weight, bias = map(float, done.stdout.split())
+    assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
+
+
+def test_a_text_is_learned(tmp_path: Path) -> None:
+    project = lay("language_model", tmp_path)
+    options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
+    output = killed_and_resumed_equals_whole(project, tmp_path, *options)
+    last = scores_of(output)[-1]
+    assert last["bits"] < 5.5, "8 is knowing nothing"
+    assert last["perplexity"] == pytest.approx(2 ** last["bits"])
+    evaluated_by_one_process_is_the_same(project, output, *options)
+    (project / "data/text.txt").write_text("short")
+    assert (
+        "is too short"
+        in subprocess.run(
+            [sys.executable, "main.py", "--output-dir", "new"], cwd=project, capture_output=True, text=True
+        ).stderr
+    )
+
+
+def voc(root: Path, train_images: int = 12, val_images: int = 5) -> None:
+    """A tiny folder in VOC's layout: pictures of many sizes; red is a cat, with a border of 255 above it."""
+    folder = root / "VOCdevkit/VOC2012"
+    for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (folder / name).mkdir(parents=True)
+    generator = numpy.random.default_rng(0)
+    for part, count in (("train", train_images), ("val", val_images)):
+        names = [f"{part}{number}" for number in range(count)]
+        (folder / "ImageSets/Segmentation" / f"{part}.txt").write_text("\n".join(names))
+        for name in names:
+            h, w = generator.integers(60, 110, 2)
+            classes = numpy.zeros((h, w), dtype=numpy.uint8)
+            classes[h // 4 : h // 2 + 10, w // 4 : w // 2 + 10] = 8
+            image = numpy.where((classes == 8)[..., None], (220, 30, 30), (40, 90, 160)).astype(numpy.uint8)
+            classes[h // 4 - 2 : h // 4, :] = 255
+            Image.fromarray(image).save(folder / "JPEGImages" / f"{name}.jpg")
+            mask = Image.fromarray(classes, mode="P")
+            mask.putpalette([number for number in range(256) for _ in range(3)])
+            mask.save(folder / "SegmentationClass" / f"{name}.png")
+
+
+def test_pixels_are_classified(tmp_path: Path) -> None:
+    project = lay("voc_segmentation", tmp_path)
+    voc(tmp_path / "voc")
+    options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
+    options += ["--batch-size", 2, "--epochs", 2, "--workers", 1]
+    output = killed_and_resumed_equals_whole(project, tmp_path, *options)
+    last = scores_of(output)[-1]
+    assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
+    evaluated_by_one_process_is_the_same(project, output, *options)
+    assert (
+        "not one of torchvision's segmentation models"
+        in subprocess.run(
+            [
+                sys.executable,
+                "main.py",
+                "--data-dir",
+                str(tmp_path / "voc"),
+                "--model",
+                "resnet18",
+                "--output-dir",
+                "new",
+            ],
+            cwd=project,
+            capture_output=True,
+            text=True,
+        ).stderr
+    )
+
+
+def test_mean_iou_is_of_one_confusion_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples/voc_segmentation"))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    from model import scores, sums  # type: ignore[attr-defined]
+
+    targets = torch.tensor([[[0, 0], [1, 255]]])
+    outputs = {"out": torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 1]]]), 3).permute(0, 3, 1, 2).float()}
+    found = sums(torch.tensor(2.0), outputs, targets)
+    assert found["confusion"].tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]] and found["count"] == 3
+    result = scores({name: torch.as_tensor(value).double() for name, value in found.items()})
+    assert result == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "mean_iou": 0.5}
+    monkeypatch.delitem(sys.modules, "model")
