@@ -1,0 +1,221 @@
+"""What the documentation shows is what happens: its pieces of code and its commands are run from its own text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+from ddp.launch import Placement
+from processes import Ranks
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
+README = (TEMPLATE / "README.md").read_text(encoding="utf-8")
+CONCEPTS = (TEMPLATE / "docs" / "concepts.md").read_text(encoding="utf-8")
+PIECES = re.findall(
+    r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```\n\n```text\n(.*?)```", CONCEPTS, re.MULTILINE | re.DOTALL
+)
+
+
+def environment() -> dict[str, str]:
+    """That of somebody who has activated this environment, as root on a small machine."""
+    bin = str(Path(sys.executable).parent)
+    open_mpi = {
+        f"OMPI_{name}": "1"
+        for name in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM", "MCA_rmaps_base_oversubscribe")
+    }
+    return {
+        **os.environ,
+        "PATH": f"{bin}:{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(Path(sys.prefix)),
+        "COLUMNS": "100",
+        **open_mpi,
+    }
+
+
+def run(command: str, project: Path) -> str:
+    """What a command prints that is typed in the project's folder. Fails unless it ends with 0."""
+    words = ["bash", "-c", command]
+    done = subprocess.run(words, cwd=project, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project made with the defaults."""
+    return Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path_factory.mktemp("rendered"))))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_every_piece_of_code_is_found_with_what_it_prints() -> None:
+    assert len(PIECES) == CONCEPTS.count("```python") == CONCEPTS.count("```text") >= 7
+
+
+@pytest.mark.parametrize(("code", "printed"), [piece[1:] for piece in PIECES], ids=[piece[0] for piece in PIECES])
+def test_a_piece_of_code_prints_what_stands_below_it(code: str, printed: str) -> None:
+    """On two processes with the variables of torchrun, where it needs them."""
+    world_size, port = (2 if "dist." in code or "RANK" in code else 1), str(free_port())
+
+    def target(placement: Placement) -> int:
+        rank = str(placement.rank)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        exec(compile(code, "try.py", "exec"), {"__name__": "__main__"})
+        return 0
+
+    ranks = Ranks(world_size, target)
+    assert ranks.wait(60) == [0] * world_size, ranks.output()
+    assert sorted(ranks.output().splitlines()) == sorted(printed.splitlines())
+
+
+# ---- the Chinese README ---------------------------------------------------------------------------------------------
+
+ENGLISH = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+CHINESE = (REPOSITORY / "README.zh-CN.md").read_text(encoding="utf-8")
+
+
+def headings(text: str) -> list[int]:
+    """Their levels, in order."""
+    return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The indented lines, block by block: commands, and what a file is for. Without what is said of them in words."""
+    found = re.findall(r"(?:^    \S[^\n]*\n)+", text, re.MULTILINE)
+    return [[re.split(r" {2,}", line.strip())[0] for line in block.splitlines()] for block in found]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Of each table and each row: its commands and its numbers; the words differ."""
+    found = re.findall(r"(?:^\|[^\n]*\n)+", text, re.MULTILINE)
+    return [[sorted(re.findall(r"`[^`]*`|\d+(?:[.,]\d+)*", row)) for row in table.splitlines()] for table in found]
+
+
+@pytest.mark.parametrize("part", [headings, blocks, tables])
+def test_the_chinese_readme_is_in_step(part: Callable[[str], list[Any]]) -> None:
+    english, chinese = part(ENGLISH), part(CHINESE)
+    assert len(english) >= 2
+    assert chinese == english
+
+
+def test_the_chinese_readme_names_the_same_commands_and_links() -> None:
+    for what in (r"(?<!`)`([^`\n]+)`(?!`)", r"\]\(([^)]*)\)"):
+        found = [sorted(set(re.findall(what, text)) - {"README.md", "README.zh-CN.md"}) for text in (ENGLISH, CHINESE)]
+        assert found[1] == found[0]
+
+
+# ---- the commands of the generated README ---------------------------------------------------------------------------
+
+PROGRAMS = (
+    r"python3? |pip |pytest|torchrun |mpirun |srun |sbatch |scancel |docker |kubectl |tensorboard |bash |sudo |sed "
+)
+TO_TYPE = re.compile(rf"(?:[A-Z_]+=\S+ )?(?:\./launch_node|launch/\w+\.\w+ |nvidia-smi|ss |py-spy |{PROGRAMS})")
+TINY = "--dataset synthetic --max-steps 2 --device cpu --output-dir runs/"  # the last of an option counts
+# Run as they stand, and this behind them so that they take a moment; {} is a folder of its own.
+RUN = {
+    "python main.py --help": "",
+    "python main.py --dataset synthetic": f"{TINY}{{}}",
+    "python main.py --nproc 2 --dataset synthetic --output-dir runs/two": f"{TINY}{{}}",
+    "python main.py --nproc 2 --dataset synthetic --output-dir runs/mine": f"{TINY}{{}}",
+    "OMP_NUM_THREADS=1 python main.py --nproc 2": f"{TINY}{{}}",
+    "./launch_node.sh": f"-- {TINY}{{}}",
+    "./launch_node.sh --nproc-per-node 4 -- --epochs 90": f"{TINY}{{}}",
+    "./launch_node.sh --max-restarts 3": f"-- {TINY}{{}}",
+    "torchrun --nproc-per-node 8 main.py": f"{TINY}{{}} --batch-size 8",
+    "mpirun -np 2 python main.py": f"{TINY}{{}}",
+    "python benchmark.py --dataset synthetic": "--device cpu --nproc 2 --seconds 0.05 --repeats 1",
+    "bash launch/slurm.sbatch --help": "",
+    "pytest -k order": "",
+}
+# Tested there with other names, addresses or sizes; or why not.
+ELSEWHERE = {
+    "python3 -m venv .venv && source .venv/bin/activate": "test_generator",
+    "pip install -e .": "test_generator",
+    "pip install -e '.[dev]' && pytest": "test_generator, and make own-tests",
+    "pip install matplotlib": "test_benchmark",
+    "python main.py": "test_data: with a download from a server of the test",
+    "python main.py --rank 0 --world-size 2 --init-method tcp://10.0.0.1:23456": "test_launch, test_machines",
+    "python benchmark.py": "test_benchmark",
+    "python benchmark.py --model resnet50 --dataset synthetic --image-size 224 --precision bf16": "test_benchmark",
+    "python benchmark.py --model deeplabv3_resnet101 --image-size 224 --batch-size 4": "test_benchmark",
+    "torchrun --nnodes 2 ... benchmark.py": "test_benchmark",
+    "tensorboard --logdir runs": "below",
+    "./launch_node.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1": "test_machines",
+    "./launch_node.sh --check": "test_check",
+    "./launch_node.sh --check --nnodes 2 --node-rank 0 --master-addr 10.77.0.1": "test_check",
+    "launch/ssh.sh hosts": "test_ssh",
+    "launch/ssh.sh hosts -- --epochs 90": "test_ssh",
+    "sbatch --nodes=2 --gpus-per-node=8 --cpus-per-task=64 launch/slurm.sbatch -- --epochs 90": "test_slurm",
+    "srun python main.py": "test_slurm",
+    "scancel --batch --signal=TERM JOB": "test_slurm",
+    "scancel JOB": "test_slurm",
+    "sudo .venv/bin/python benchmarks/slow_network.py": "of a clone of the template; takes minutes",
+}
+NOT_HERE = (
+    "docker ",
+    "kubectl ",
+    "sed 's/my-run/",
+    "nvidia-smi",
+    "ss -ltnp",
+    "py-spy ",
+)  # test_containers reads the files
+
+
+def commands(text: str) -> list[str]:
+    """What a reader may type: the lines of indented blocks, and what stands in backticks, that begin as a command."""
+    lines = [line.split("  #")[0].strip() for line in re.findall(r"^    (\S[^\n]*)", text, re.MULTILINE)]
+    found = lines + re.findall(r"`([^`\n]+)`", text)
+    return list(dict.fromkeys(line.strip() for line in found if TO_TYPE.match(line)))
+
+
+def test_every_command_of_the_generated_readme_is_run_by_a_test() -> None:
+    there = [command for command in commands(README) if not command.startswith(NOT_HERE)]
+    assert sorted(there) == sorted([*RUN, *ELSEWHERE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_of_the_generated_readme_works(command: str, project: Path) -> None:
+    said = run(f"{command} {RUN[command].format(list(RUN).index(command))}", project)
+    assert "Traceback" not in said
+    if TINY in RUN[command]:
+        assert "done in " in said
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_curves_of_a_run(project: Path) -> None:
+    (line,) = [line for line in commands(README) if line.startswith("tensorboard")]
+    run(f"python main.py --nproc 2 --log-every 1 {TINY}curves", project)
+    port = free_port()
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {line} --port {port}"], cwd=project, env=environment(), stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            tags = {}
+            end = time.monotonic() + 60
+            while "curves/tensorboard" not in tags and time.monotonic() < end:
+                time.sleep(0.2)
+                with suppress(OSError):
+                    url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+                    tags = json.loads(urllib.request.urlopen(url, timeout=10).read())
+            assert {"train/loss", "train/lr", "test/accuracy"} <= set(tags["curves/tensorboard"])
+        finally:
+            server.terminate()
