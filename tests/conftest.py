@@ -57,11 +57,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # Longest first, so that two processes which take file by file end at nearly the same time.
-LONG = ("test_chaos", "test_machines", "test_nodes", "test_launch", "test_ssh", "test_slurm", "test_benchmarks")
+LONG = ("chaos", "machines", "nodes", "launch", "examples", "documentation", "benchmarks", "ssh", "slurm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    names = [f"test_{name}" for name in LONG]
+    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
     for item in items:
         rows = [row for mark in item.iter_markers("fault") for row in mark.args]
         item.user_properties.append(("faults", rows))
