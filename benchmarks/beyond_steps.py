@@ -1,6 +1,6 @@
 """What evaluating, resuming and saving cost. On the CPU, with CIFAR-10-sized images that are made up.
 
-    .venv/bin/python benchmarks/beyond_steps.py           from the repository; about 4 minutes
+    .venv/bin/python benchmarks/beyond_steps.py           from the repository; about 3 minutes
     .venv/bin/python benchmarks/beyond_steps.py --quick   shows that it works; its figures mean nothing
 
 Evaluation: main.py's evaluate() beside the limit, which is the model and its loss alone, over and over on one batch.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from cookiecutter.main import cookiecutter
+from outputs import free_port
 
 from ddp.launch import Placement
 from processes import Ranks
@@ -58,12 +58,6 @@ def run(command: str, project: Path) -> str:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project made with the defaults."""
     return Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path_factory.mktemp("rendered"))))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_every_piece_of_code_is_found_with_what_it_prints() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,10 +16,8 @@ import numpy
 import pytest
 import torch
 from cookiecutter.main import cookiecutter
+from outputs import lines, weights_and_momentum
 from PIL import Image
-
-from ddp import checkpoint
-from ddp.state import digest
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -69,30 +66,21 @@ def train_until_killed(project: Path, output: Path, *options: Any) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def scores_of(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
-
-
-def state_of(output: Path) -> str:
-    content = checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))
-    return digest([content["model"], content["optimizer"]])
-
-
 def killed_and_resumed_equals_whole(project: Path, folder: Path, *options: Any) -> Path:
     """Train with two processes, once in one go and once killed in between. Returns the folder of the first."""
     options = ("--nproc", 2, *options)
     said = train(project, "--output-dir", folder / "whole", *options)
     train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 3)
     train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 3)
-    assert state_of(folder / "killed") == state_of(folder / "whole")
-    assert scores_of(folder / "killed") == scores_of(folder / "whole")
+    assert weights_and_momentum(folder / "killed") == weights_and_momentum(folder / "whole")
+    assert lines(folder / "killed", "test") == lines(folder / "whole", "test")
     assert "ToyModel" not in said and "cifar10" not in said
     return folder / "whole"
 
 
 def evaluated_by_one_process_is_the_same(project: Path, output: Path, *options: Any) -> None:
     """To rounding: two processes add up in another order."""
-    two = scores_of(output)[-1]
+    two = lines(output, "test")[-1]
     said = train(project, "--output-dir", output, "--evaluate", *options)
     for name in two.keys() - {"step", "split", "epoch", "count"}:
         assert f"{name} {two[name]:.3f}"[:-1] in said, (name, two[name], said)
@@ -109,13 +97,16 @@ def test_a_line_is_found(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=project, capture_output=True, text=True, check=True)
     weight, bias = map(float, done.stdout.split())
     assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
+    command = [sys.executable, "benchmark.py", "--device", "cpu", "--nproc", "1", "--seconds", "0.02", "--repeats", "1"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
 
 
 def test_a_text_is_learned(tmp_path: Path) -> None:
     project = lay("language_model", tmp_path)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
     output = killed_and_resumed_equals_whole(project, tmp_path, *options)
-    last = scores_of(output)[-1]
+    last = lines(output, "test")[-1]
     assert last["bits"] < 5.5, "8 is knowing nothing"
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
     evaluated_by_one_process_is_the_same(project, output, *options)
@@ -155,7 +146,7 @@ def test_pixels_are_classified(tmp_path: Path) -> None:
     options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
     options += ["--batch-size", 2, "--epochs", 2, "--workers", 1]
     output = killed_and_resumed_equals_whole(project, tmp_path, *options)
-    last = scores_of(output)[-1]
+    last = lines(output, "test")[-1]
     assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
     evaluated_by_one_process_is_the_same(project, output, *options)
     assert (

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from outputs import weights_and_momentum
 
 import data
 import main
@@ -24,7 +25,6 @@ from config import parse
 from ddp import checkpoint, group, peers
 from ddp.agreement import MOST_STEPS, Agreement
 from ddp.launch import Placement, run_as_rank
-from ddp.state import digest
 from faults import FAULTS, NOT_SHOWN, fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
@@ -40,11 +40,6 @@ def status(output: Path) -> dict[str, Any]:
 
 def checkpoints(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())
-
-
-def weights_and_momentum(output: Path) -> str:
-    content = checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))
-    return digest([content["model"], content["optimizer"]])
 
 
 def errors(output: str) -> list[str]:

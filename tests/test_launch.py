@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import free_port
 
 from config import parse
 from ddp import checkpoint
@@ -28,12 +29,6 @@ from processes import Ranks, on_ranks, train
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 MAIN = str(TEMPLATE / "main.py")
 RUN = ["--dataset", "synthetic", "--max-steps", "3", "--output-dir"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(command: list[Any], **environ: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from outputs import lines, newest, weights_and_momentum
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,20 +30,6 @@ from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
 
 pytestmark = pytest.mark.slow
-
-
-def newest(output: Path) -> Path:
-    return max((output / "checkpoints").glob("step_*.pt"))
-
-
-def weights_and_momentum(output: Path) -> str:
-    """SHA-256 of all model and optimizer tensors of the newest checkpoint."""
-    content = checkpoint.read(newest(output))
-    return digest([content["model"], content["optimizer"]])
-
-
-def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def wait_for(path: Path, ranks: Ranks) -> None:

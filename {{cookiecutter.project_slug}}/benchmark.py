@@ -41,7 +41,7 @@ from ddp.group import Group, check_backend, cores, join
 from ddp.launch import Placement, conduct, find_placement, run
 from ddp.loader import TrainLoader
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
-from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, wrap
+from ddp.step import accumulate, autocast, check_step, make_deterministic, name_of, seed_everything, wrap
 from model import build_model, build_optimizer, compute_loss
 
 MOST_ON_CPU = 8  # processes, unless --nproc says more
@@ -61,6 +61,12 @@ class Task:
         self.train_set = None if self.segmentation else load_datasets(config)[0]
         seed_everything(config.seed)
         self.model = self._build()  # on the CPU; the same on every rank
+        self.image: torch.Size | None = None  # height and width of the inputs, if they are images
+
+    def title(self) -> str:
+        """What was measured, once it was."""
+        image = f", {self.image[0]} x {self.image[1]}" if self.image else ""
+        return f"{name_of(self.model, self.config)}{image}, {self.config.precision}, batch {self.config.batch_size}"
 
     def _build(self) -> nn.Module:
         if not self.segmentation:
@@ -136,9 +142,9 @@ class Trainer:
 
 
 def measure(
-    finish: Callable[[list[Row]], None], rounds: int, seconds: float, config: Config, placement: Placement
+    finish: Callable[[str, list[Row]], None], rounds: int, seconds: float, config: Config, placement: Placement
 ) -> None:
-    """Measure whatever this number of processes can show, and give it to `finish`, once. Call on every rank."""
+    """Measure whatever this number of processes can show; `finish` gets a title and it, once. Call on every rank."""
     check_backend(config)
     if config.deterministic:
         make_deterministic()
@@ -146,13 +152,14 @@ def measure(
     check_step(config, task.model)
     with join(config, placement) as group:
         rows = [row for _ in range(rounds) for row in _round(task, group, seconds)]
-        group.on_main(finish, rows)
+        group.on_main(finish, task.title(), rows)
 
 
 def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
     config, world_size = task.config, group.world_size
     batches = task.batches(group)
     resident = next(batches)
+    task.image = resident[0].shape[2:] if resident[0].dim() == 4 else None
     gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
 
     def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
@@ -187,11 +194,9 @@ def _compiled(config: Config, model: nn.Module) -> nn.Module:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def show(config: Config, output: Path, rows: Sequence[Row]) -> None:
+def show(config: Config, output: Path, title: str, rows: Sequence[Row]) -> None:
     """Print the tables; write benchmark.csv and, with matplotlib, benchmark.png."""
     lines = summary(rows)
-    title = f"{config.model}, {config.image_size} x {config.image_size}, {config.precision}"
-    title += f", batch {config.batch_size}"
     print(f"{title}\n\n{table(lines)}")
     print("spread: between the rounds. weak: each process has the whole batch; strong: they share one.")
     if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
@@ -213,9 +218,9 @@ def show(config: Config, output: Path, rows: Sequence[Row]) -> None:
         print("for a plot as well: pip install matplotlib")
 
 
-def keep(report: Path, rows: Sequence[Row]) -> None:
+def keep(report: Path, title: str, rows: Sequence[Row]) -> None:
     """Write what one start has measured, for `sweep`."""
-    report.write_text(json.dumps([vars(row) for row in rows]))
+    report.write_text(json.dumps({"title": title, "rows": [vars(row) for row in rows]}))
 
 
 def sweep(options: argparse.Namespace, config: Config) -> int:
@@ -233,9 +238,10 @@ def sweep(options: argparse.Namespace, config: Config) -> int:
             code = run(partial(measure, partial(keep, report), 1, options.seconds), replace(config, nproc=processes))
             if code != 0:
                 return code
-            rows += [Row(**row) for row in json.loads(report.read_text())]
+            found = json.loads(report.read_text())
+            rows += [Row(**row) for row in found["rows"]]
             bar.update()
-    show(config, options.output, rows)
+    show(config, options.output, found["title"], rows)
     return 0
 
 

@@ -199,7 +199,7 @@ def _cifar10(config: Config) -> tuple[Images, Images]:
     try:
         parts = [CIFAR10(str(root), train=train) for train in (True, False)]  # verifies the MD5 of every file
     except RuntimeError:  # not there, or not whole
-        with downloading(CIFAR10.url, root):
+        with downloading(CIFAR10.url, root, ", or use --dataset synthetic"):
             try:
                 CIFAR10(str(root))  # another process of this machine may have been first
             except RuntimeError:

@@ -16,10 +16,10 @@ SILENT_S = 30.0  # torchvision sets no limit: a dead network would hang
 
 
 @contextmanager
-def downloading(url: str, folder: Path) -> Iterator[None]:
+def downloading(url: str, folder: Path, instead: str = "") -> Iterator[None]:
     """For a block that downloads `url` into `folder`: one process of this machine at a time, so look again in there.
 
-    Raises EnvironmentFailure for whatever goes wrong in it.
+    Raises EnvironmentFailure for whatever goes wrong in it; its message ends with what else to do, `instead`.
     """
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SILENT_S)
@@ -28,9 +28,7 @@ def downloading(url: str, folder: Path) -> Iterator[None]:
         with FileLock(folder / ".download.lock"):
             yield
     except (OSError, RuntimeError, HTTPException) as error:
-        raise EnvironmentFailure(
-            f"cannot download {url}: {error}; put {Path(url).name} into {folder.resolve()} by hand, "
-            "or use --dataset synthetic"
-        ) from error
+        by_hand = f"put {Path(url).name} into {folder.resolve()} by hand"
+        raise EnvironmentFailure(f"cannot download {url}: {error}; {by_hand}{instead}") from error
     finally:
         socket.setdefaulttimeout(before)

@@ -27,7 +27,7 @@ from ddp.loader import TestLoader, TrainLoader
 from ddp.metrics import Clock, NoWriter, Writer, in_words, memory_mb
 from ddp.profile import Profiler
 from ddp.resume import Checkpoints
-from ddp.step import seed_rank
+from ddp.step import name_of, seed_rank
 from ddp.stop import requests, stopped
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class Run:
         requests.patient = True
         config, group, loader, progress = self.config, self.group, self.train_loader, self.progress
         weights = sum(tensor.numel() for tensor in model.parameters())
-        default = config.model == type(config).model
-        log.info("%s, %s weights", type(model).__name__ if default else config.model, f"{weights:,}")
+        log.info("%s, %s weights", name_of(model, config), f"{weights:,}")
         samples = f"{loader.length:,} training samples, {test_loader.length:,} test samples"
         log.info("%s: %s", loader.name, samples)
         processes = plural(group.world_size, "process", "es")

@@ -24,6 +24,11 @@ ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbouring steps get s
 POWERSGD_START = 100  # steps with whole gradients first: compression of the first, large ones costs accuracy
 
 
+def name_of(model: torch.nn.Module, config: Config) -> str:
+    """What to call it: --model, or, where that was left as it is, its class, since model.py may have another one."""
+    return type(model).__name__ if config.model == Config.model else config.model
+
+
 def check_step(config: Config, model: torch.nn.Module) -> None:
     """Refuse options that this model or this machine cannot follow, before anyone is waited for."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
