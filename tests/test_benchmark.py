@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark import Task, Trainer
 from matplotlib.image import imread
 
+from config import parse
+from ddp.group import Group
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
+from processes import on_ranks
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
@@ -40,7 +44,7 @@ def test_it_measures_one_process_and_ddp_on_one_and_two_and_says_what_limits(tmp
         *((kind, "2", "8") for kind in (WEAK, SILENT, DATA)),
         (STRONG, "2", "4"),
     ]
-    assert all(100 < float(row["samples_per_s"]) < 1e6 for row in rows)
+    assert all(float(row["samples_per_s"]) > 0 for row in rows)
     for text in ("one process", "DDP, 1 process", "DDP, 2 processes, weak", "DDP, 2 processes, strong", "limited by"):
         assert text in done.stdout
     assert "DataParallel needs two GPUs" in done.stdout and str(tmp_path / "benchmark.csv") in done.stdout
@@ -78,6 +82,26 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     # Around it, torchrun's own words; the first of them only where OMP_NUM_THREADS is not set.
     assert [line in said for said in done.stderr.splitlines() if "error:" in said] == [True], done.stderr
     assert launcher or "Traceback" not in done.stderr
+
+
+def test_a_speed_is_the_samples_of_all_processes_over_the_time_of_their_steps(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a step takes 10 ms."""
+    now = 0.0
+
+    def a_step(*_: Any) -> None:
+        nonlocal now
+        now += 0.01
+
+    def speed(group: Group) -> float:
+        task = Task(parse(["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8"]))
+        trainer = Trainer(task, group, lambda model: model)
+        trainer.trained.register_forward_hook(a_step)
+        return trainer.speed(task.batches(group), seconds=0.2)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert on_ranks(2, speed) == pytest.approx([2 * 8 / 0.01] * 2)
 
 
 ROUNDS = [  # samples/s by kind and processes, of three rounds
