@@ -139,7 +139,7 @@ def beside_limit(bench: Bench, options: Sequence[str], group: Group) -> list[tup
     @torch.no_grad()
     def limit() -> None:
         for _ in range(batches):
-            compute_loss(model(inputs), targets)
+            compute_loss(model(inputs), targets, config)
 
     pairs = []
     for _ in range(bench.scale.turns + 1):

@@ -11,12 +11,11 @@ NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/model.py"))
 
 
 def apply(name: str, project: Path) -> None:
-    """Replace model.py and data.py; the test of the ToyModel goes, and the example's README comes as EXAMPLE.md."""
+    """Replace model.py and data.py; the ToyModel's own test goes, and the example's README comes as EXAMPLE.md."""
     for file in ("model.py", "data.py"):
         shutil.copyfile(EXAMPLES / name / file, project / file)
     shutil.copyfile(EXAMPLES / name / "README.md", project / "EXAMPLE.md")
-    for test in ("test_toy_model.py", "test_project.py"):  # of the ToyModel and its data
-        (project / "tests" / test).unlink(missing_ok=True)
+    (project / "tests/test_toy_model.py").unlink(missing_ok=True)
 
 
 def main() -> None:

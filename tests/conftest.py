@@ -22,6 +22,9 @@ for name in list(os.environ):
     ):
         del os.environ[name]
 
+# Several tests run at once: threads that wait for each other should leave the cores to others meanwhile.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Under nohup, whatever a test starts would ignore SIGHUP from its birth.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)

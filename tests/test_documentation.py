@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cookiecutter.main import cookiecutter
 from outputs import free_port
 
@@ -194,22 +196,61 @@ def test_a_command_of_the_generated_readme_works(command: str, project: Path) ->
         assert "done in " in said
 
 
+@pytest.fixture(scope="module")
+def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a third convolution and the option that the README adds, and a run of two processes in it."""
+    edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
+    (option,) = re.findall(r"a line in `Config` in `config.py`, such as `([^`]*)`", README)
+    edits = {
+        "config.py": {"    epochs: int = ": f"    {option}\n    epochs: int = "},
+        "model.py": {
+            "        self.pool = ": "        self.conv3 = nn.Conv2d(16, 16, 3, padding=1)\n        self.pool = ",
+            "        x = x.flatten(1)": "        x = F.relu(self.conv3(x))\n        x = x.flatten(1)",
+            "(outputs, targets)\n": "(outputs, targets, label_smoothing=config.smoothing)\n",
+        },
+    }
+    for name, changes in edits.items():
+        text = (edited / name).read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (edited / name).write_text(text)
+    said = run(f"python main.py --nproc 2 --smoothing 0.5 --log-every 1 {TINY}cifar10-ToyModel", edited)
+    assert "ToyModel, 64,326 weights" in said, "2,320 more than without conv3"
+    return edited
+
+
 @pytest.mark.slow
-def test_tensorboard_shows_the_curves_of_a_run(project: Path) -> None:
+def test_an_option_is_added_by_the_line_of_the_readme(edited: Path) -> None:
+    assert json.loads((edited / "runs/cifar10-ToyModel/config.json").read_text())["options"]["smoothing"] == 0.5
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_loaded_by_the_lines_of_the_readme(edited: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    weights = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)["model"]
+    show = "print(model.conv3.bias.tolist(), model.training)"
+    done = subprocess.run(
+        [sys.executable, "-c", block + show], cwd=edited, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"{weights['conv3.bias'].tolist()} False\n"
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_curves_of_a_run(edited: Path) -> None:
     (line,) = [line for line in commands(README) if line.startswith("tensorboard")]
-    run(f"python main.py --nproc 2 --log-every 1 {TINY}curves", project)
     port = free_port()
     with subprocess.Popen(
-        ["bash", "-c", f"exec {line} --port {port}"], cwd=project, env=environment(), stderr=subprocess.DEVNULL
+        ["bash", "-c", f"exec {line} --port {port}"], cwd=edited, env=environment(), stderr=subprocess.DEVNULL
     ) as server:
         try:
             tags = {}
             end = time.monotonic() + 60
-            while "curves/tensorboard" not in tags and time.monotonic() < end:
+            while "cifar10-ToyModel/tensorboard" not in tags and time.monotonic() < end:
                 time.sleep(0.2)
                 with suppress(OSError):
                     url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
                     tags = json.loads(urllib.request.urlopen(url, timeout=10).read())
-            assert {"train/loss", "train/lr", "test/accuracy"} <= set(tags["curves/tensorboard"])
+            assert {"train/loss", "train/lr", "test/accuracy"} <= set(tags["cifar10-ToyModel/tensorboard"])
         finally:
             server.terminate()

@@ -439,7 +439,7 @@ class Spawned:
             start_new_session=True,
         )
         end = time.monotonic() + 60
-        while not output.is_dir() or not list(output.glob("checkpoints/step_*.pt")):
+        while len(list(output.glob("checkpoints/step_*.pt"))) < 2:  # so that the first is known to all
             assert time.monotonic() < end and self.parent.poll() is None, self.log.read_text()
             time.sleep(0.05)
         children = Path(f"/proc/{self.parent.pid}/task/{self.parent.pid}/children").read_text().split()

@@ -22,7 +22,7 @@ import os, sys
 calculate, said = compute_loss, 0
 
 
-def compute_loss(outputs, targets):
+def compute_loss(outputs, targets, config):
     global said
     said += 1
     rank = os.environ["RANK"]
@@ -32,7 +32,7 @@ def compute_loss(outputs, targets):
         os.write(2, f"past Python by {rank}\\n".encode())
     if said == 5 and rank == os.environ.get("ABORTS"):
         os.abort()
-    return calculate(outputs, targets)
+    return calculate(outputs, targets, config)
 """
 OPTIONS = ["--dataset", "synthetic", "--device", "cpu", "--epochs", "1", "--warmup-epochs", "0", "--max-steps", "6"]
 

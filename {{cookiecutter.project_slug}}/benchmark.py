@@ -81,7 +81,9 @@ class Task:
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The mean loss of a batch; of segmentation, over pixels."""
-        return F.cross_entropy(outputs["out"], targets) if self.segmentation else compute_loss(outputs, targets)
+        if self.segmentation:
+            return F.cross_entropy(outputs["out"], targets)
+        return compute_loss(outputs, targets, self.config)
 
     def batches(self, group: Group) -> Iterator[Any]:
         """Batches (inputs, targets) on the device, without end: of the real data, or random ones for segmentation."""

@@ -63,7 +63,7 @@ def main(config: Config, placement: Placement) -> None:
                     with accumulate(ddp_model, last=number == config.grad_accum_steps):
                         with autocast(config, group):
                             outputs = ddp_model(inputs)
-                            loss = compute_loss(outputs, targets)
+                            loss = compute_loss(outputs, targets, config)
                         scaler.scale(loss / config.grad_accum_steps).backward()
                     meter.add(sums(loss, outputs, targets))
 
@@ -96,7 +96,7 @@ def evaluate(model: torch.nn.Module, test_loader: TestLoader, config: Config, gr
     for inputs, targets in test_loader:
         with autocast(config, group):
             outputs = model(inputs)
-            loss = compute_loss(outputs, targets)
+            loss = compute_loss(outputs, targets, config)
         meter.add(sums(loss, outputs, targets))
     return scores(meter.take())
 

@@ -57,7 +57,7 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []."""
     return F.cross_entropy(outputs, targets)
 

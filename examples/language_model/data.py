@@ -16,6 +16,7 @@ from ddp.errors import EnvironmentFailure
 CONTEXT = 128  # characters that the model sees
 STRIDE = 32  # from where one training sample begins to where the next does
 TEST_PART = 0.1  # of the text, at its end
+SYNTHETIC_SIZES = {"train": 1_600, "test": 100}  # samples of --dataset synthetic, which is a little of the same text
 
 
 class Text(Dataset):
@@ -28,9 +29,9 @@ class Text(Dataset):
     name = "text"
     characters, context = 256, CONTEXT  # a character is a byte
 
-    def __init__(self, text: numpy.ndarray, stride: int) -> None:
+    def __init__(self, text: numpy.ndarray, stride: int, most: int | None) -> None:
         self.text = text
-        self.starts = numpy.arange(0, len(text) - CONTEXT, stride)
+        self.starts = numpy.arange(0, len(text) - CONTEXT, stride)[:most]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -56,7 +57,8 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise EnvironmentFailure(f"cannot read {path}: {error}") from error
     end = int(len(text) * (1 - TEST_PART))
-    train, test = Text(text[:end], STRIDE), Text(text[end:], CONTEXT)
+    most = SYNTHETIC_SIZES if config.dataset == "synthetic" else {}
+    train, test = Text(text[:end], STRIDE, most.get("train")), Text(text[end:], CONTEXT, most.get("test"))
     if len(test) == 0:
         raise EnvironmentFailure(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 10} characters or more")
     return train, test

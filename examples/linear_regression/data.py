@@ -10,7 +10,7 @@ from config import Config
 from ddp.loader import derive_seed
 
 WEIGHT, BIAS, NOISE = 2.0, 3.0, 0.5
-SIZES = {"train": 10_000, "test": 2_000}
+SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}
 
 
 class Points(Dataset):
@@ -33,5 +33,7 @@ class Points(Dataset):
 
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     """The training and the test data: made from the seed, the same on every rank."""
-    train, test = (Points(length, derive_seed(config.seed, number)) for number, length in enumerate(SIZES.values()))
+    train, test = (
+        Points(length, derive_seed(config.seed, number)) for number, length in enumerate(SYNTHETIC_SIZES.values())
+    )
     return train, test

@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean squared error of a batch. outputs [b, 1], targets [b, 1] -> []."""
     return F.mse_loss(outputs, targets)
 

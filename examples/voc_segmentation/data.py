@@ -13,10 +13,12 @@ from torch.utils.data import Dataset
 
 from config import Config
 from ddp.download import downloading
+from ddp.loader import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IGNORE = 255  # borders of objects, and what lies outside of an image
 MOST_ZOOM = 1.5
+SYNTHETIC_SIZES = {"train": 400, "test": 100}
 CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv/monitor"),
@@ -29,11 +31,10 @@ class Pictures(Dataset):
     Its random numbers are torch's, which ddp/loader.py seeds for each sample: the same after any resume.
     """
 
-    name = "voc 2012"
     classes = CLASSES
 
-    def __init__(self, pairs: Any, size: int, training: bool) -> None:
-        self.pairs, self.size, self.training = pairs, size, training
+    def __init__(self, name: str, pairs: Any, size: int, training: bool) -> None:
+        self.name, self.pairs, self.size, self.training = name, pairs, size, training
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -73,16 +74,45 @@ class Pictures(Dataset):
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     """The training and the validation set, from --data-dir, downloaded (2 GB) if they are not there.
 
-    Raises EnvironmentFailure if they cannot be downloaded or read.
+    --dataset synthetic: made-up pictures. Raises EnvironmentFailure if the others cannot be downloaded or read.
     """
+    if config.dataset == "synthetic":
+        name, lengths = "synthetic", SYNTHETIC_SIZES.values()
+        parts = [_made_up(length, derive_seed(config.seed, number)) for number, length in enumerate(lengths)]
+    else:
+        name, parts = "voc 2012", _voc(Path(config.data_dir))
+    train, test = (Pictures(name, part, config.image_size, part is parts[0]) for part in parts)
+    return train, test
+
+
+def _voc(root: Path) -> list[Any]:
+    """Training and validation part: pairs of an image and its mask, read when they are asked for."""
     from torchvision.datasets import VOCSegmentation
     from torchvision.datasets.voc import DATASET_YEAR_DICT
 
-    root = Path(config.data_dir)
-    if not (root / "VOCdevkit/VOC2012/SegmentationClass").is_dir():
-        with downloading(DATASET_YEAR_DICT["2012"]["url"], root):
-            if not (root / "VOCdevkit/VOC2012/SegmentationClass").is_dir():  # another process was first
+    if not _is_whole(root / "VOCdevkit/VOC2012"):
+        with downloading(DATASET_YEAR_DICT["2012"]["url"], root, ", or try --dataset synthetic"):
+            if not _is_whole(root / "VOCdevkit/VOC2012"):  # another process was first
                 VOCSegmentation(str(root), download=True)
-    parts = [VOCSegmentation(str(root), image_set=part) for part in ("train", "val")]
-    train, test = (Pictures(part, config.image_size, part is parts[0]) for part in parts)
-    return train, test
+    return [VOCSegmentation(str(root), image_set=part) for part in ("train", "val")]
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all that is listed is there: the process that unpacked it may have been killed."""
+    lists = [folder / "ImageSets/Segmentation" / f"{part}.txt" for part in ("train", "val")]
+    names = [name for path in lists if path.exists() for name in path.read_text().split()]
+    files = [folder / file for name in names for file in (f"JPEGImages/{name}.jpg", f"SegmentationClass/{name}.png")]
+    return all(path.exists() for path in (*lists, *files))
+
+
+def _made_up(length: int, seed: int) -> list[tuple[Image.Image, Image.Image]]:
+    """Pictures of many sizes with a box in them, whose colour says what it is, below a line that does not count."""
+    random, pairs = numpy.random.default_rng(seed), []
+    for _ in range(length):
+        (height, width), what = random.integers(60, 110, 2), random.integers(1, len(CLASSES))
+        image, mask = random.integers(0, 80, (height, width, 3)), numpy.zeros((height, width))
+        box = slice(height // 4, height // 2 + 10), slice(width // 4, width // 2 + 10)
+        image[box] += (80 * what % 171, 40 * what % 171, 20 * what % 171)
+        mask[box], mask[height // 4 - 2 : height // 4] = what, IGNORE
+        pairs.append((Image.fromarray(image.astype(numpy.uint8)), Image.fromarray(mask.astype(numpy.uint8))))
+    return pairs
