@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import benchmark
 import numpy
 import pytest
 import torch
@@ -42,6 +43,7 @@ from data import MEAN, STD, ImageFiles, ImagesInMemory
 from ddp.errors import EnvironmentFailure, UsageError
 from ddp.group import Group
 from ddp.loader import ResumableSampler, TestLoader, TrainLoader
+from ddp.speeds import DATA, SILENT, STRONG, WEAK
 from faults import fault
 from processes import on_ranks, train
 
@@ -860,6 +862,66 @@ def test_resumed_from_2_processes_to_3_then_to_1_each_sample_comes_once() -> Non
     used = part(2, 0, 3) + part(3, 24, 2) + part(1, 48, 1000)
     assert len(used) == len(set(used)) == 100
     assert set(used) <= set(range(101))
+
+
+# ---- dictionaries ---------------------------------------------------------------------------------------------------
+
+
+class Tokens(Dataset):
+    """As tokenizers give them: dictionaries, with something in them that is no tensor; the target is the sum."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], Tensor]:
+        text = torch.tensor([float(index), 1.0, 5.0])
+        return {"text": text, "mask": torch.tensor([1.0, 1.0, 0.0]), "source": f"line {index}"}, text[:2].sum()
+
+
+class WholeTokens(Tokens):
+    """The same, by whole batches, which become inputs and targets on the device."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        pairs = [self[index] for index in indices]
+        parts = {name: torch.stack([inputs[name] for inputs, _ in pairs]) for name in ("text", "mask")}
+        return {**parts, "source": [inputs["source"] for inputs, _ in pairs], "sum": torch.stack([y for _, y in pairs])}
+
+    def prepare(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        return batch, batch.pop("sum")
+
+
+class Sum(nn.Module):
+    """A sum with weights, over what the mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(3))
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        assert all(name.startswith("line ") for name in batch["source"])
+        return (self.weights * batch["text"] * batch["mask"]).sum(1)
+
+
+@pytest.mark.parametrize("kind", [Tokens, WholeTokens])
+def test_inputs_may_be_a_dictionary(kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        correct = ((outputs - targets).abs() < 1).sum()
+        return {"loss": loss.detach() * len(targets), "count": len(targets), "correct": correct}
+
+    for module in (main, benchmark):
+        monkeypatch.setattr(module, "load_datasets", lambda config: (kind(), kind()))
+        monkeypatch.setattr(module, "build_model", lambda config, train_set: Sum())
+        monkeypatch.setattr(module, "compute_loss", lambda outputs, targets, config: F.l1_loss(outputs, targets))
+    monkeypatch.setattr(main, "sums", sums)
+    options = ("--batch-size", "4", "--lr", "1e-3", "--device", "cpu")
+    train(2, *options, "--epochs", 5, "--output-dir", tmp_path)
+    last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["count"] == 64 and last["loss"] < 5, "32 without weights"
+
+    def kinds(group: Group) -> list[str]:
+        return [row.kind for row in benchmark._round(benchmark.Task(parse(options)), group, seconds=0.001)]
+
+    assert on_ranks(2, kinds)[0] == [WEAK, SILENT, DATA, STRONG]
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

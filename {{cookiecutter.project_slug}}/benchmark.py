@@ -39,7 +39,7 @@ from data import load_datasets
 from ddp.errors import UsageError
 from ddp.group import Group, check_backend, cores, join
 from ddp.launch import Placement, conduct, find_placement, run
-from ddp.loader import TrainLoader
+from ddp.loader import TrainLoader, map_tensors
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
 from ddp.step import accumulate, autocast, check_step, make_deterministic, name_of, seed_everything, wrap
 from model import build_model, build_optimizer, compute_loss
@@ -161,7 +161,8 @@ def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
     config, world_size = task.config, group.world_size
     batches = task.batches(group)
     resident = next(batches)
-    task.image = resident[0].shape[2:] if resident[0].dim() == 4 else None
+    inputs = resident[0]
+    task.image = inputs.shape[2:] if isinstance(inputs, Tensor) and inputs.dim() == 4 else None
     gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
 
     def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
@@ -173,7 +174,7 @@ def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
         del alone
     if world_size == 1 and gpus > 1:
         parallel = Trainer(task, group, nn.DataParallel)
-        everything = tuple(torch.cat([part] * gpus) for part in resident)  # DataParallel cuts it up again
+        everything = map_tensors(lambda part: torch.cat([part] * gpus), resident)  # DataParallel cuts it up again
         yield row(PARALLEL, gpus * parallel.speed(itertools.repeat(everything), seconds), gpus)
         del parallel
     trainer = Trainer(task, group, lambda model: wrap(model, config, group))
@@ -183,7 +184,7 @@ def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
         yield row(DATA, trainer.speed(batches, seconds))
     share = config.batch_size // world_size
     if world_size > 1 and share > 0:
-        part = tuple(part[:share] for part in resident)
+        part = map_tensors(lambda part: part[:share], resident)
         yield row(STRONG, trainer.speed(itertools.repeat(part), seconds) * share / config.batch_size, batch=share)
 
 

@@ -3,6 +3,7 @@
 A dataset gives whole batches, as `__getitems__(indices)`, or samples, as `__getitem__(index)`; ddp/loader.py
 decides which process gets which. If it has `augment(batch, epoch)`, that changes the samples of a training batch; if it
 has `prepare(batch)`, that turns a batch into (inputs, targets). Both get batches that are on the device already.
+Inputs go to the model, targets to its loss; a dictionary of tensors will do for either.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -60,7 +60,7 @@ class TrainLoader:
 
     A dataset gives whole batches by `__getitems__(indices)`, or samples by `__getitem__`. What else it may have:
     augment(batch, epoch)  changes the samples of a training batch, on the device, whatever else is in the batch
-    prepare(batch)         turns a batch, on the device, into (inputs, targets)
+    prepare(batch)         turns a batch, on the device, into (inputs, targets); either may be a dictionary of tensors
     in_memory              True: no DataLoader workers by default
     to(device)             moves the data to a GPU, or leaves them; called where there are no workers
     name                   what the first lines of a run call the data; by default --dataset
@@ -198,9 +198,20 @@ def _prepared(loader: DataLoader, dataset: Dataset, group: Group, epoch: int | N
     augment = _inner(dataset, "augment") if epoch is not None else None
     prepare = _inner(dataset, "prepare")
     for samples in started(loader):
-        samples = tuple(part.to(group.device, non_blocking=True) for part in samples)
+        samples = map_tensors(lambda part: part.to(group.device, non_blocking=True), samples)
         samples = augment(samples, epoch) if augment else samples
         yield prepare(samples) if prepare else samples
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """`batch` with function(tensor) for each tensor in it, in dictionaries, lists and tuples too; the rest as it is."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: map_tensors(function, part) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return tuple(map_tensors(function, part) for part in batch)
+    return batch
 
 
 def _cut(batches: Iterable[tuple[torch.Tensor, ...]], batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -226,8 +237,8 @@ def _workers(dataset: Dataset, config: Config, group: Group) -> int:
 
 
 def _collate(batch: Any) -> Any:
-    """A whole batch, as `__getitems__` gives it, is a tuple; a list holds samples."""
-    return batch if isinstance(batch, tuple) else default_collate(batch)
+    """A whole batch, as `__getitems__` gives it, is a tuple or a dictionary; a list holds samples."""
+    return batch if isinstance(batch, tuple | Mapping) else default_collate(batch)
 
 
 def _inner(dataset: Any, name: str) -> Any:
