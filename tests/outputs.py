@@ -16,9 +16,9 @@ def newest(output: Path) -> Path:
     return max((output / "checkpoints").glob("step_*.pt"))
 
 
-def weights_and_momentum(output: Path) -> str:
-    """SHA-256 of all model and optimizer tensors of the newest checkpoint."""
-    content = checkpoint.read(newest(output))
+def weights_and_momentum(path: Path) -> str:
+    """SHA-256 of all model and optimizer tensors of a checkpoint, or of the newest one in an output folder."""
+    content = checkpoint.read(newest(path) if path.is_dir() else path)
     return digest([content["model"], content["optimizer"]])
 
 

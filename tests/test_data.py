@@ -898,11 +898,21 @@ class Sum(nn.Module):
         self.weights = nn.Parameter(torch.zeros(3))
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        assert all(name.startswith("line ") for name in batch["source"])
+        assert all(name.startswith("line ") for name in batch.get("source", []))
         return (self.weights * batch["text"] * batch["mask"]).sum(1)
 
 
-@pytest.mark.parametrize("kind", [Tokens, WholeTokens])
+class TokensAtOnce(WholeTokens):
+    """The same, several batches together, which are cut up again."""
+
+    at_once = 16
+
+    def prepare(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        assert len(batch["text"]) == 16
+        return super().prepare({name: part for name, part in batch.items() if name != "source"})
+
+
+@pytest.mark.parametrize("kind", [Tokens, WholeTokens, TokensAtOnce])
 def test_inputs_may_be_a_dictionary(kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
         correct = ((outputs - targets).abs() < 1).sum()

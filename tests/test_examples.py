@@ -5,6 +5,7 @@ The project's own tests show that, since they hold for any task; and here is wha
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -20,6 +21,9 @@ import torch
 from cookiecutter.main import cookiecutter
 from outputs import lines, weights_and_momentum
 from PIL import Image
+
+from config import parse
+from ddp.errors import UsageError
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -85,8 +89,8 @@ def killed_and_resumed_equals_whole(project: Path, folder: Path, *options: Any) 
     """Train with two processes, once in one go and once killed in between. Returns the folder of the first."""
     options = ("--nproc", 2, *options)
     train(project, "--output-dir", folder / "whole", *options)
-    train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 3)
-    train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 3)
+    train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 2)
+    assert "going on from" in train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 2)
     assert weights_and_momentum(folder / "killed") == weights_and_momentum(folder / "whole")
     assert lines(folder / "killed", "test") == lines(folder / "whole", "test")
     return folder / "whole"
@@ -157,9 +161,10 @@ def test_pixels_are_classified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
     evaluated_by_one_process_is_the_same(project, output, *options)
     (tmp_path / "voc/VOCdevkit/VOC2012/JPEGImages/val4.jpg").unlink()
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody is there
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     said = train(project, "--data-dir", tmp_path / "voc", "--output-dir", "new", code=3)
-    assert "cannot download https://" in said and said.endswith("by hand, or try --dataset synthetic\n")
+    assert "cannot download http" in said and said.endswith("by hand, or try --dataset synthetic\n")
     said = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
     assert "not one of torchvision's segmentation models" in said
     train(project, "--nproc", 2, *options_of(readme("voc_segmentation")), "--epochs", 4)
@@ -167,15 +172,54 @@ def test_pixels_are_classified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     own_tests_pass(project, "-k", "not killed")  # seen above, with these files
 
 
-def test_mean_iou_is_of_one_confusion_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "examples/voc_segmentation"))
-    monkeypatch.delitem(sys.modules, "model", raising=False)
-    from model import scores, sums  # type: ignore[attr-defined]
+def module(example: str, name: str) -> Any:
+    """A file of an example, which need not lie over a project for that."""
+    path = REPOSITORY / "examples" / example / f"{name}.py"
+    specification = importlib.util.spec_from_file_location(f"{example}_{name}", path)
+    assert specification is not None and specification.loader is not None
+    found = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(found)
+    return found
 
+
+def test_mean_iou_is_of_one_confusion_matrix() -> None:
+    model = module("voc_segmentation", "model")
     targets = torch.tensor([[[0, 0], [1, 255]]])
     outputs = {"out": torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 1]]]), 3).permute(0, 3, 1, 2).float()}
-    found = sums(torch.tensor(2.0), outputs, targets)
+    found = model.sums(torch.tensor(2.0), outputs, targets)
     assert found["confusion"].tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]] and found["count"] == 3
-    result = scores({name: torch.as_tensor(value).double() for name, value in found.items()})
+    result = model.scores({name: torch.as_tensor(value).double() for name, value in found.items()})
     assert result == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "mean_iou": 0.5}
-    monkeypatch.delitem(sys.modules, "model")
+
+
+def test_a_picture_is_evaluated_whole_and_trained_in_squares_out_of_it() -> None:
+    """Its left half is 1, its right half 2; it is twice as wide as it is high."""
+    data = module("voc_segmentation", "data")
+    mask = Image.fromarray(numpy.repeat([[1, 2]], 50, axis=1).repeat(50, axis=0).astype(numpy.uint8))
+    pairs = [(mask.convert("RGB"), mask)]
+    _, whole = data.Pictures("one", pairs, 40, training=False)[0]
+    assert [(whole == part).sum().item() for part in (1, 2, 255)] == [400, 400, 800], "the rest does not count"
+    cuts = [data.Pictures("one", pairs, 40, training=True)[0] for _ in range(20)]
+    assert all((image[0] == mask).all() and 255 not in mask for image, mask in cuts), "image and mask alike"
+    assert len({(mask == 1).sum().item() for _, mask in cuts}) > 5, "each time another one"
+
+
+def test_a_character_is_predicted_from_those_before_it() -> None:
+    model = module("language_model", "model").Transformer(characters=256, context=16).eval()
+    text = torch.arange(16)[None]
+    changed = torch.where(torch.arange(16) >= 9, 7, text)
+    same = (model(text) == model(changed)).all(2)[0]
+    assert same.tolist() == [True] * 9 + [False] * 7
+
+
+@pytest.mark.parametrize("example", ["linear_regression", "language_model", "voc_segmentation"])
+def test_a_dataset_that_is_not_there_is_refused(example: str) -> None:
+    with pytest.raises(UsageError, match=r"--dataset imagefolder: .* leave it out"):
+        module(example, "data").load_datasets(parse(["--dataset", "imagefolder"]))
+
+
+@pytest.mark.parametrize("example", ["linear_regression", "language_model"])
+def test_a_model_that_is_not_there_is_refused(example: str) -> None:
+    model = module(example, "model")
+    with pytest.raises(model.BadModel, match=r"--model resnet18: .* leave it out"):
+        model.build_model(parse(["--model", "resnet18"]), None)

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import lines, weights_and_momentum
 
-from ddp import checkpoint
-from ddp.state import digest
 from faults import fault
 from machines import Machine, Program, machines, require
 
@@ -72,12 +71,10 @@ def assert_done(machines: list[Machine], nodes: list[Program], timeout: float = 
 
 def trained(output: Path) -> str:
     """The hash of model and optimizer in the last checkpoint. Each step must have been logged once."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     ends = list(range(PER_EPOCH, STEPS + 1, PER_EPOCH))
-    assert [line["step"] for line in lines if line["split"] == "train"] == sorted({*range(10, STEPS + 1, 10), *ends})
-    assert [line["step"] for line in lines if line["split"] == "test"] == ends
-    content = checkpoint.read(output / "checkpoints" / f"step_{STEPS:08d}.pt")
-    return digest([content["model"], content["optimizer"]])
+    assert [line["step"] for line in lines(output, "train")] == sorted({*range(10, STEPS + 1, 10), *ends})
+    assert [line["step"] for line in lines(output, "test")] == ends
+    return weights_and_momentum(output / "checkpoints" / f"step_{STEPS:08d}.pt")
 
 
 def files(folder: Path) -> list[str]:

@@ -21,6 +21,7 @@ import torch._dynamo  # DDP imports it, in a second: here, once, before the rank
 import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
+from outputs import lines
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -72,8 +73,7 @@ class Outcome:
 
     def lines(self, split: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of this split."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["split"] == split]
+        return lines(self.folder, split)
 
     def rates(self) -> list[float]:
         return [line["lr"] for line in self.lines("train")]
@@ -973,9 +973,23 @@ def test_a_process_waits_for_the_others_as_long_as_timeout_says(tmp_path: Path) 
     assert took[5] - took[1] > 2
 
 
+@shows("nproc")
+@pytest.mark.parametrize(
+    ("program", "option"), [((sys.executable, "main.py"), "--nproc"), (("./launch_node.sh",), "--nproc-per-node")]
+)
+def test_so_many_processes_that_the_machine_would_stand_still_are_refused(
+    program: tuple[str, ...], option: str, template: Path
+) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    command = [*program, option, "100000"]
+    result = subprocess.run(command, cwd=template, env=environment, capture_output=True, text=True, timeout=60)
+    cores = os.cpu_count() or 1
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"{option} 100000: on this machine, at most {16 * cores} processes, 16 for each" in result.stderr
+
+
 @pytest.mark.slow
 @shows("nproc")
-@pytest.mark.slow
 def test_nproc_starts_processes_here(tmp_path: Path, template: Path) -> None:
     options = ("--nproc", 2, "--dataset", "synthetic", "--device", "cpu", "--max-steps", 1, "--output-dir", tmp_path)
     result = shell("main.py", *options, folder=template)

@@ -411,7 +411,7 @@ def test_generators_draw_again_what_they_drew_after_a_trip_through_a_checkpoint(
     random.gauss(0, 1)  # from now on it has a second one in store; so has the next
     numpy.random.randn()
     drawn = []
-    checkpoint.write(tmp_path / "a.pt", {"format": 1, "random": random_state(torch.device("cpu"))})
+    checkpoint.write(tmp_path / "a.pt", {"format": checkpoint.FORMAT, "random": random_state(torch.device("cpu"))})
     for _ in range(2):
         drawn.append((random.gauss(0, 1), numpy.random.randn(), numpy.random.rand(), torch.randn(3).tolist()))
         set_random_state(checkpoint.read(tmp_path / "a.pt")["random"], torch.device("cpu"))

@@ -5,7 +5,6 @@ What the batch script does is shown with a stub in the place of launch_node.sh, 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from outputs import lines, weights_and_momentum
 
-from ddp import checkpoint
-from ddp.state import digest
 from faults import fault
 from slurm import Job, Slurm, slurm
 from test_nodes import TEMPLATE, running
@@ -268,11 +266,7 @@ QUICK = [*TRAIN, "--max-steps", 200]
 
 def trained(output: Path) -> tuple[Any, list[int]]:
     """The digest of what a run has learned, and the steps that it has logged."""
-    content = checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return digest([content["model"], content["optimizer"]]), [
-        line["step"] for line in lines if line["split"] == "train"
-    ]
+    return weights_and_momentum(output), [line["step"] for line in lines(output, "train")]
 
 
 @fault(9)

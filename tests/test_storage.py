@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import weights_and_momentum
 from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.tensorboard import SummaryWriter
@@ -28,7 +29,6 @@ import main
 from config import parse
 from ddp import checkpoint
 from ddp.folder import Folder
-from ddp.state import digest
 from faults import fault
 from processes import Ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
@@ -45,12 +45,6 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoints(output: Path) -> list[Path]:
     return sorted((output / "checkpoints").glob("step_*.pt"))
-
-
-def weights_and_momentum(path: Path) -> str:
-    """SHA-256 of all model and optimizer tensors of a checkpoint."""
-    content = checkpoint.read(path)
-    return digest([content["model"], content["optimizer"]])
 
 
 def temporary_files(output: Path) -> list[Path]:

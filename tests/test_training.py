@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import lines, newest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ddp.folder
@@ -42,13 +43,8 @@ from small_models import Awkward, build_awkward
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 
 
-def lines(output: Path, split: str) -> list[dict[str, Any]]:
-    every = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in every if line["split"] == split]
-
-
 def newest_model(output: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.read(max((output / "checkpoints").glob("step_*.pt")))["model"]
+    return checkpoint.read(newest(output))["model"]
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +193,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_saves_nothing(
     compute = main.compute_loss
     calls = []
 
-    def diverging(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def diverging(*batch: Any) -> torch.Tensor:
         calls.append(1)
-        return compute(outputs, targets) * (math.nan if len(calls) > 12 else 1)
+        return compute(*batch) * (math.nan if len(calls) > 12 else 1)
 
     monkeypatch.setattr(main, "compute_loss", diverging)
     options = ["--dataset", "synthetic", "--batch-size", 16, "--checkpoint-every", 5, "--log-every", 7]

@@ -6,8 +6,9 @@
     python benchmark.py --model deeplabv3_resnet101 --image-size 224 --batch-size 4
     torchrun ... benchmark.py                            DDP on all processes of a launcher, on many machines too
 
-It takes all options of main.py, and trains the model and the data of model.py and data.py, for a moment only. In each
-of --repeats rounds every number of processes takes its turn; shown are medians over the rounds, and the spread.
+It takes the options of main.py (--grad-accum-steps and --clip-grad change nothing here), and trains the model and the
+data of model.py and data.py, for a moment only. In each of --repeats rounds every number of processes takes its turn;
+shown are medians over the rounds, and the spread.
 
 Weak scaling: each process has a batch of --batch-size, so more processes train more samples in a step.
 Strong scaling: the processes share one batch of --batch-size.
@@ -39,8 +40,9 @@ from data import load_datasets
 from ddp.errors import UsageError
 from ddp.group import Group, check_backend, cores, join
 from ddp.launch import Placement, conduct, find_placement, run
-from ddp.loader import TrainLoader, map_tensors
+from ddp.loader import TrainLoader
 from ddp.speeds import DATA, ONE, PARALLEL, SILENT, STRONG, WEAK, Row, doubts, limits, plot, summary, table, write_csv
+from ddp.state import map_tensors
 from ddp.step import accumulate, autocast, check_step, make_deterministic, name_of, seed_everything, wrap
 from model import build_model, build_optimizer, compute_loss
 
@@ -174,7 +176,7 @@ def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
         del alone
     if world_size == 1 and gpus > 1:
         parallel = Trainer(task, group, nn.DataParallel)
-        everything = map_tensors(lambda part: torch.cat([part] * gpus), resident)  # DataParallel cuts it up again
+        everything = map_tensors(resident, lambda part: torch.cat([part] * gpus))  # DataParallel cuts it up again
         yield row(PARALLEL, gpus * parallel.speed(itertools.repeat(everything), seconds), gpus)
         del parallel
     trainer = Trainer(task, group, lambda model: wrap(model, config, group))
@@ -183,8 +185,8 @@ def _round(task: Task, group: Group, seconds: float) -> Iterator[Row]:
     if not task.segmentation:
         yield row(DATA, trainer.speed(batches, seconds))
     share = config.batch_size // world_size
-    if world_size > 1 and share > 0:
-        part = map_tensors(lambda part: part[:share], resident)
+    if world_size > 1 and share > 1:  # of one sample, some models cannot take the BatchNorm
+        part = map_tensors(resident, lambda part: part[:share])
         yield row(STRONG, trainer.speed(itertools.repeat(part), seconds) * share / config.batch_size, batch=share)
 
 

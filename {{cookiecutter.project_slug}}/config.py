@@ -28,6 +28,7 @@ def _shown_as(metavar: str) -> Callable[[Callable[[str], Any]], Any]:
 
 
 HUGE = 10**12  # no option can mean more than that
+MOST_PER_CORE = 16  # processes: each takes some hundred MB
 
 
 def number(kind: type, least: float, *, above: bool = False, most: float = HUGE) -> Callable[[str], Any]:
@@ -116,7 +117,7 @@ class Config:
 
     dataset: str = _data("cifar10", "what to train on", choices=("cifar10", "synthetic", "imagefolder"))
     data_dir: str = _data("data", "where cifar10 is kept, or the folder with train/CLASS/* and val/CLASS/* or test/CLASS/*", kind=folder, free=True)
-    batch_size: int = _data(64, "samples per process and forward pass", kind=positive, free=True)
+    batch_size: int = _data(64, "samples per process and forward pass of the training", kind=positive, free=True)
     workers: int | None = _data(None, "DataLoader processes per process; default: 0 for data held in memory, else by cores", kind=count, free=True)
     cache: str | None = _data(None, "imagefolder: decode all images once, into a file in this folder, and read them from there", kind=folder, free=True)
     image_size: int = _data(32, "height and width of the images, in pixels", kind=number(int, 8))
@@ -230,6 +231,8 @@ def _check_together(config: Config) -> None:
         raise UsageError(
             "--nproc starts the processes itself: leave out --rank, --world-size, --local-rank and --init-method"
         )
+    if config.nproc is not None:
+        check_processes("--nproc", config.nproc)
     if config.evaluate and config.resume == "never":
         raise UsageError("--evaluate needs a checkpoint: leave out --resume never")
     if config.cache is not None and config.dataset != "imagefolder":
@@ -240,6 +243,14 @@ def _check_together(config: Config) -> None:
         raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
     if config.sync_bn and config.device == "cpu":
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for --device cpu")
+
+
+def check_processes(option: str, processes: int) -> None:
+    """Refuse so many processes that this machine would stand still."""
+    cores = os.cpu_count() or 1
+    if processes > MOST_PER_CORE * cores:
+        most = f"at most {MOST_PER_CORE * cores} processes, {MOST_PER_CORE} for each of its {cores} cores"
+        raise UsageError(f"{option} {processes}: on this machine, {most}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ On several machines, run it on each, with the same options but for --node-rank.
   --check               train nothing: show all machines side by side, and how fast they talk to each other
   -h, --help            this text; python main.py --help lists MAIN_OPTIONS
 
-The second column names variables that say the same. PYTHON chooses the interpreter; START_GRACE says how many seconds the
+The names in capitals are variables that say the same. PYTHON chooses the interpreter; START_GRACE says how many seconds the
 machines wait for each other (300). Ctrl-C, SIGTERM or SIGUSR1: all save, and leave with 75; a second one: at once.
 
   ./launch_node.sh --nproc-per-node 2 -- --dataset synthetic --epochs 3

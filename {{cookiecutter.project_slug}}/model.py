@@ -27,7 +27,7 @@ class ToyModel(nn.Module):
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool = nn.MaxPool2d(2)
-        self.fc1 = nn.Linear(16 * side * side, 120)
+        self.fc1 = nn.Linear(16 * side * side, 120)  # what the last convolution and the pools leave
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from config import Config
-from ddp.errors import EnvironmentFailure
+from ddp.errors import EnvironmentFailure, UsageError
 
 CONTEXT = 128  # characters that the model sees
 STRIDE = 32  # from where one training sample begins to where the next does
@@ -45,8 +45,10 @@ class Text(Dataset):
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     """The beginning and the end of --data-dir/text.txt; of the project's own source, if there is no such file.
 
-    Raises EnvironmentFailure if the text is too short or cannot be read.
+    Raises EnvironmentFailure if the text is too short or cannot be read; UsageError for another --dataset.
     """
+    if config.dataset == "imagefolder":
+        raise UsageError("--dataset imagefolder: there is text only; leave it out")
     path = Path(config.data_dir) / "text.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

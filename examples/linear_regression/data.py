@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from config import Config
+from ddp.errors import UsageError
 from ddp.loader import derive_seed
 
 WEIGHT, BIAS, NOISE = 2.0, 3.0, 0.5
@@ -32,8 +33,9 @@ class Points(Dataset):
 
 
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training and the test data: made from the seed, the same on every rank."""
-    train, test = (
-        Points(length, derive_seed(config.seed, number)) for number, length in enumerate(SYNTHETIC_SIZES.values())
-    )
+    """The training and the test data: made from the seed, the same on every rank. Raises UsageError."""
+    if config.dataset == "imagefolder":
+        raise UsageError("--dataset imagefolder: there are points only; leave it out")
+    seeds = (derive_seed(config.seed, number) for number in range(2))
+    train, test = map(Points, SYNTHETIC_SIZES.values(), seeds)
     return train, test

@@ -23,7 +23,9 @@ class Line(nn.Module):
 
 
 def build_model(config: Any, train_set: Any) -> nn.Module:
-    """The model, on the CPU."""
+    """The model, on the CPU. Raises BadModel for a --model: there is one only."""
+    if config.model != "ToyModel":
+        raise BadModel(f"--model {config.model}: there is a line only; leave it out")
     return Line()
 
 
@@ -50,3 +52,10 @@ def scores(sums: Mapping[str, Tensor]) -> dict[str, float]:
 def figure_of_merit(scores: Mapping[str, float]) -> float:
     """What best.pt is chosen by; higher is better."""
     return -scores["loss"]
+
+
+class BadModel(ValueError):
+    """A model that cannot be built. Its exit_code makes it one line without a traceback; see ddp/errors.py."""
+
+    exit_code = 2
+    on_every_rank = True

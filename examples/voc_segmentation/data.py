@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from config import Config
 from ddp.download import downloading
+from ddp.errors import UsageError
 from ddp.loader import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
@@ -76,6 +77,8 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
 
     --dataset synthetic: made-up pictures. Raises EnvironmentFailure if the others cannot be downloaded or read.
     """
+    if config.dataset == "imagefolder":
+        raise UsageError("--dataset imagefolder: there is VOC and synthetic only; leave it out")
     if config.dataset == "synthetic":
         name, lengths = "synthetic", SYNTHETIC_SIZES.values()
         parts = [_made_up(length, derive_seed(config.seed, number)) for number, length in enumerate(lengths)]

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
 MARK = b"sha256:"
 COMMENT_LENGTH = len(MARK) + 64
 END_RECORD = b"PK\x05\x06"  # the last 22 bytes of an archive without a comment start with it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, de
 from config import Config
 from ddp.errors import UsageError
 from ddp.group import Group, cores, plural
+from ddp.state import map_tensors
 from ddp.workers import started
 
 ALIGNMENT = 64  # bytes, at which torch begins tensors
@@ -64,8 +65,8 @@ class TrainLoader:
     in_memory              True: no DataLoader workers by default
     to(device)             moves the data to a GPU, or leaves them; called where there are no workers
     name                   what the first lines of a run call the data; by default --dataset
-    at_once                how many samples to read, augment and prepare together, before they are cut into batches;
-                           an evaluation takes them as they are: it keeps nothing for a backward pass
+    at_once                how many samples to read, augment and prepare together, before their tensors are cut into
+                           batches; an evaluation takes them as they are: it keeps nothing for a backward pass
 
     `wait_s` adds up the seconds in which the training waited for data.
     """
@@ -198,27 +199,22 @@ def _prepared(loader: DataLoader, dataset: Dataset, group: Group, epoch: int | N
     augment = _inner(dataset, "augment") if epoch is not None else None
     prepare = _inner(dataset, "prepare")
     for samples in started(loader):
-        samples = map_tensors(lambda part: part.to(group.device, non_blocking=True), samples)
+        samples = map_tensors(samples, lambda part: part.to(group.device, non_blocking=True))
         samples = augment(samples, epoch) if augment else samples
         yield prepare(samples) if prepare else samples
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """`batch` with function(tensor) for each tensor in it, in dictionaries, lists and tuples too; the rest as it is."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {name: map_tensors(function, part) for name, part in batch.items()}
-    if isinstance(batch, list | tuple):
-        return tuple(map_tensors(function, part) for part in batch)
-    return batch
-
-
-def _cut(batches: Iterable[tuple[torch.Tensor, ...]], batch_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+def _cut(batches: Iterable[Any], batch_size: int) -> Iterator[Any]:
     """Smaller batches, each where a tensor of its own would be: at another place, sums may round differently."""
     for samples in batches:
-        for batch in zip(*(part.split(batch_size) for part in samples), strict=True):
-            yield tuple(part if part.data_ptr() % ALIGNMENT == 0 else part.clone() for part in batch)
+        tensors: list[torch.Tensor] = []
+        map_tensors(samples, tensors.append)
+        for first in range(0, len(tensors[0]), batch_size):
+            yield map_tensors(samples, lambda part, first=first: _aligned(part[first : first + batch_size]))
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
 
 
 def _move(dataset: Dataset, config: Config, group: Group) -> None:

@@ -100,11 +100,9 @@ class Checkpoints:
             )
         edited = code_differences(self.code, content["code"]) if "code" in content else []
         if edited:
-            log.warning(
-                "warning: edited since %s was written: %s. What is new takes part from here on; for a new run, choose "
-                "another --output-dir",
-                *(path.name, in_short(edited)),
-            )
+            then = "What is new takes part from here on; for a new run, choose another --output-dir"
+            then = "What is new takes part in this evaluation" if self.config.evaluate else then
+            log.warning("warning: edited since %s was written: %s. %s", path.name, in_short(edited), then)
         found.update(content)
         if not self.folder.best.exists():  # a new folder, begun from another run's checkpoint
             found.update(best=None, best_step=0, best_scores={})

@@ -229,6 +229,8 @@ class Run:
         log.info("%s  test   %s%s", self._where(epoch), in_words(scores), best)
 
     def _where(self, epoch: int) -> str:
+        if self.config.evaluate:  # how long the training was meant to be, its own options said
+            return f"epoch {epoch}  step {self.progress.step:,}"
         epochs, steps = str(self.config.epochs), f"{self.all_steps:,}"
         return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {self.progress.step:>{len(steps)},}/{steps}"
 

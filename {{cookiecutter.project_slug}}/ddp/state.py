@@ -48,16 +48,19 @@ def _fill(skeleton: Any, tensors: Any, group: Group) -> Any:
 
 
 def map_tensors(value: Any, change: Any, kind: type = torch.Tensor) -> Any:
-    """`value` with `change` applied to whatever in it is of `kind`."""
+    """`value` with `change` applied to whatever in it is of `kind`, in dictionaries, lists and tuples, too."""
+    same: Any = type(value)
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, dict):
-        mapped = type(value)((key, map_tensors(part, change, kind)) for key, part in value.items())
+    if isinstance(value, Mapping):
+        mapped = same((key, map_tensors(part, change, kind)) for key, part in value.items())
         if hasattr(value, "_metadata"):  # versions of the modules, which some look at when they load
-            mapped._metadata = value._metadata  # type: ignore[attr-defined]
+            mapped._metadata = value._metadata
         return mapped
+    if hasattr(value, "_fields"):  # a named tuple
+        return same(*(map_tensors(part, change, kind) for part in value))
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return type(value)(map_tensors(part, change, kind) for part in value)
+        return same(map_tensors(part, change, kind) for part in value)
     return value
 
 

@@ -20,7 +20,7 @@ that may be one of them. The project lies in the same folder on all. HOSTFILE ha
   --remote-dir DIR      the project's folder there     as here
   -h, --help            this text; python main.py --help lists MAIN_OPTIONS
 
-The second column names variables that say the same. Relative paths in MAIN_OPTIONS start at the project's folder there.
+The names in capitals are variables that say the same. Relative paths in MAIN_OPTIONS start at the project's folder there.
 These variables are passed on: NCCL_*, GLOO_*, TORCH_*, OMP_NUM_THREADS, START_GRACE, and PYTHON, which is that of your
 active environment if it is not set. Ports and keys stand in ~/.ssh/config; ssh is also given SSH_OPTIONS, as '-F FILE'.
 

@@ -1,4 +1,4 @@
-"""Does this project still train, resume and evaluate? Under a minute; run it after every edit of model.py or data.py.
+"""Does this project still train, resume and evaluate? Half a minute; run it after every edit of model.py or data.py.
 
 They hold for another model.py and data.py as well, if that has a --dataset synthetic: a few data without a download.
 """
@@ -33,8 +33,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_loss(*batch: Any) -> Any:
-    """The loss, 10 ms later: a run that lasts for long enough to be killed."""
-    time.sleep(0.01)
+    """The loss, 50 ms later: a run that lasts for long enough to be killed."""
+    time.sleep(0.05)
     return model.compute_loss(*batch)
 
 
@@ -97,15 +97,17 @@ def test_evaluation_is_the_same_with_1_2_and_3_processes() -> None:
 def test_order_and_augmentation_depend_on_nothing_but_seed_and_epoch() -> None:
     """The first global batch behind a position holds the same samples, augmented alike, however it is shared."""
 
-    def first_batch(group: Any) -> list[str]:
+    def batches(group: Any) -> list[list[str]]:
         config = parse([*OPTIONS, "--batch-size", str(16 // group.world_size)])
         train_set, _ = data.load_datasets(config)
-        inputs, targets = next(next(TrainLoader(train_set, config, group).steps(epoch=1, position=32)))
-        return [digest([pair[0], pair[1]]) for pair in zip(inputs, targets, strict=True)]
+        loader = TrainLoader(train_set, config, group)
+        found = [next(next(loader.steps(epoch, position=32))) for epoch in (0, 1)]
+        return [[digest([pair[0], pair[1]]) for pair in zip(*batch, strict=True)] for batch in found]
 
-    alone = on_ranks(1, first_batch)[0]
-    shared = [sample for part in on_ranks(2, first_batch) for sample in part]
-    assert sorted(shared) == sorted(alone) and len(set(alone)) == 16
+    first, second = on_ranks(1, batches)[0]
+    shared = [sample for part in on_ranks(2, batches) for sample in part[1]]
+    assert sorted(shared) == sorted(second) and len(set(second)) == 16
+    assert len(set(first) & set(second)) < 8, "each epoch has an order of its own"
 
 
 def test_the_model_learns_one_batch_by_heart() -> None:

@@ -9,5 +9,6 @@ from model import ToyModel
 
 def test_the_toy_model_is_the_tutorials() -> None:
     model = ToyModel()
-    assert sum(weight.numel() for weight in model.parameters()) == 62_006
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert weights == 62_006, "you have edited the ToyModel: delete tests/test_toy_model.py"
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)

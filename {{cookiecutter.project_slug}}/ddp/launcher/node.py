@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config import Config, parse
+from config import Config, check_processes, parse
 from ddp import logs
 from ddp.errors import Failure, Stopped, UsageError, one_line, report, say
 from ddp.launcher import CHECK
@@ -56,6 +56,7 @@ def _arguments() -> argparse.Namespace:
     grace = os.environ.get("START_GRACE", "300")
     if not grace.isdigit():
         raise UsageError(f"START_GRACE={grace!r} is not a whole number of seconds")
+    check_processes("--nproc-per-node", arguments.nproc)
     arguments.grace = int(grace)
     arguments.master_addr = arguments.master_addr.strip("[]")  # of an IPv6 address
     return arguments
