@@ -53,15 +53,12 @@ def test_it_measures_one_process_and_ddp_on_one_and_two_and_says_what_limits(tmp
 
 @pytest.mark.slow
 def test_a_launcher_lets_it_measure_ddp_on_all_of_its_processes(tmp_path: Path) -> None:
-    """Here a segmentation model, without data of its own."""
-    model = ("--model", "deeplabv3_mobilenet_v3_large", "--image-size", 64, "--batch-size", 4, "--precision", "bf16")
+    """Here a segmentation model, without data of its own; it cannot share a batch of 3: BatchNorm needs two."""
+    model = ("--model", "deeplabv3_mobilenet_v3_large", "--image-size", 64, "--batch-size", 3, "--precision", "bf16")
     done = benchmark(*SHORT, *model, "--output", tmp_path, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path)
-    assert [(row["kind"], row["processes"], row["batch"]) for row in rows] == [
-        *((kind, "2", "4") for kind in (WEAK, SILENT)),
-        (STRONG, "2", "2"),
-    ]
+    assert [(row["kind"], row["processes"], row["batch"]) for row in rows] == [(WEAK, "2", "3"), (SILENT, "2", "3")]
     assert all(row["speed_up"] == "" for row in rows), "there is no process alone to compare with"
     assert "data" not in done.stdout.split("Where the time")[1].split("limited by")[0]
 

@@ -464,10 +464,14 @@ def test_a_model_of_torchvision_is_trained_sized_to_the_classes(tmp_path: Path, 
     assert weights["conv1.1.num_batches_tracked"] == 2
 
 
-def test_an_unknown_model_is_refused_with_the_list_of_models(tmp_path: Path) -> None:
-    output = run(tmp_path, "--model", "resnet", code=2).output
-    assert output.startswith("error: --model resnet: ")
-    assert {"ToyModel", "resnet18", "vit_b_16"} <= set(re.findall(r"\w+", output))
+@pytest.mark.parametrize(("name", "others"), [("resnet81", 3), ("nothing_alike", 50)])
+def test_an_unknown_model_is_refused_with_those_that_are_near_or_with_all(
+    tmp_path: Path, name: str, others: int
+) -> None:
+    output = run(tmp_path, "--model", name, code=2).output
+    assert output.startswith(f"error: --model {name}: neither ToyModel nor one of torchvision's, such as ")
+    named = re.findall(r"\w+", output.partition("such as")[2])
+    assert "resnet18" in named and len(named) >= others and ("vit_b_16" in named) == (others > 3)
     assert output.count("\n") == 1
 
 

@@ -6,6 +6,7 @@ main.py needs build_model, build_optimizer, compute_loss, sums, scores and figur
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def _torchvision_model(config: Any, classes: int) -> nn.Module:
     name, size, batch = config.model, config.image_size, config.batch_size
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        raise BadModel(f"--model {name}: neither ToyModel nor one of torchvision's: {', '.join(names)}")
+        near = ", ".join(get_close_matches(name, names) or names)
+        raise BadModel(f"--model {name}: neither ToyModel nor one of torchvision's, such as {near}")
     options: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
         options |= {"aux_logits": False, "init_weights": True}  # one output, as the others have
