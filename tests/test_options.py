@@ -610,7 +610,7 @@ def test_the_checkpoint_whose_path_is_given_is_evaluated(tmp_path: Path, small: 
     assert first != second
     path = tmp_path / "trained" / "checkpoints" / "step_00000010.pt"
     output = run(tmp_path / "other", "--evaluate", "--resume", path).output
-    assert "loss {:.4f}  accuracy {:.4f}".format(*first) in output
+    assert "\nepoch 1  step 10  test   loss {:.4f}  accuracy {:.4f}".format(*first) in output, "no total of its own"
     assert not (tmp_path / "other").exists()
 
 

@@ -173,6 +173,7 @@ def test_files_that_were_edited_since_the_checkpoint_are_named(
     assert "edited since" not in train(2, *options, "--max-steps", 3)
     edited = {**code_of(), "the file model.py": "another"}
     monkeypatch.setattr("ddp.resume.code_of", lambda: edited)
+    assert ": model.py. What is new takes part in this evaluation\n" in train(1, *options, "--evaluate")
     output = train(2, *options, "--max-steps", 4)
     assert output.count("warning: edited since step_00000003.pt was written: model.py. ") == 1
     assert "edited since" not in train(2, *options, "--max-steps", 5), "the newest checkpoint is of the edited file"
