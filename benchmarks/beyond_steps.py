@@ -369,8 +369,9 @@ def saving_table(savings: dict[tuple[str, int, int], Saving]) -> list[str]:
     titles = ("run.save()", "bare copy", "write, in the background", "delay of the training", "a step")
     lines = head("saving, ms", *titles)
     for (model, batch, _), found in savings.items():
-        columns = (found.waits, found.copies, found.writes, found.delays, found.steps)
-        lines.append(row(f"{model}, batch {batch}, {found.megabytes:.1f} MB", *map(shown, columns)))
+        cells = [shown(values) for values in (found.waits, found.copies, found.writes, found.delays, found.steps)]
+        cells[1] = shown(found.copies, "{:.3f}")  # of little data it takes microseconds
+        lines.append(row(f"{model}, batch {batch}, {found.megabytes:.1f} MB", *cells))
     return lines
 
 

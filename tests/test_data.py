@@ -878,15 +878,25 @@ class Tokens(Dataset):
         return {"text": text, "mask": torch.tensor([1.0, 1.0, 0.0]), "source": f"line {index}"}, text[:2].sum()
 
 
+class Graph:
+    """No tensor, but it can follow one."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graph:
+        self.device = device
+        return self
+
+
 class WholeTokens(Tokens):
     """The same, by whole batches, which become inputs and targets on the device."""
 
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
         pairs = [self[index] for index in indices]
         parts = {name: torch.stack([inputs[name] for inputs, _ in pairs]) for name in ("text", "mask")}
-        return {**parts, "source": [inputs["source"] for inputs, _ in pairs], "sum": torch.stack([y for _, y in pairs])}
+        others = {"source": [inputs["source"] for inputs, _ in pairs], "graph": Graph()}
+        return {**parts, **others, "sum": torch.stack([y for _, y in pairs])}
 
     def prepare(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        assert batch.pop("graph").device.type == "cpu"
         return batch, batch.pop("sum")
 
 

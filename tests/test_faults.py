@@ -171,7 +171,7 @@ def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path
     begin = time.monotonic()
     os.kill(ranks.pids[0], number)
     assert ranks.wait() == [128 + number]
-    assert time.monotonic() - begin < 10, "its step takes 60 s"
+    assert time.monotonic() - begin < 1
     assert "left at once" in ranks.output() and status(tmp_path)["state"] == "failed"
 
 

@@ -535,7 +535,7 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
     start = time.monotonic()
     launcher.signal(signal.SIGTERM)
     assert launcher.wait() == 128 + signal.SIGTERM, launcher.output()
-    assert time.monotonic() - start < 20, "saving takes 60 s"
+    assert time.monotonic() - start < 3
     assert "left at once, on a second signal (SIGTERM)" in launcher.output()
     assert_nothing_left(project)
 
@@ -574,7 +574,7 @@ def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(projec
     launcher.until("starting again")
     start = time.monotonic()
     launcher.signal(signal.SIGINT)
-    assert launcher.wait() == 75 and time.monotonic() - start < 10
+    assert launcher.wait() == 75 and time.monotonic() - start < 2
     assert "stopped by a signal, before starting again" in launcher.output()
 
 

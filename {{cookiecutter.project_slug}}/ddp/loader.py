@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -26,6 +26,13 @@ def derive_seed(*parts: int) -> int:
     """A 63-bit seed out of numbers such as (seed, epoch): the same everywhere, unrelated for neighbours."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or whatever else in a batch can follow it to its device."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
 
 
 class ResumableSampler(DistributedSampler):
@@ -199,7 +206,7 @@ def _prepared(loader: DataLoader, dataset: Dataset, group: Group, epoch: int | N
     augment = _inner(dataset, "augment") if epoch is not None else None
     prepare = _inner(dataset, "prepare")
     for samples in started(loader):
-        samples = map_tensors(samples, lambda part: part.to(group.device, non_blocking=True))
+        samples = map_tensors(samples, lambda part: part.to(group.device, non_blocking=True), kind=Movable)
         samples = augment(samples, epoch) if augment else samples
         yield prepare(samples) if prepare else samples
 

@@ -47,7 +47,7 @@ def _fill(skeleton: Any, tensors: Any, group: Group) -> Any:
     return map_tensors(skeleton, receive, kind=_Slot)
 
 
-def map_tensors(value: Any, change: Any, kind: type = torch.Tensor) -> Any:
+def map_tensors(value: Any, change: Any, kind: Any = torch.Tensor) -> Any:
     """`value` with `change` applied to whatever in it is of `kind`, in dictionaries, lists and tuples, too."""
     same: Any = type(value)
     if isinstance(value, kind):
