@@ -1,4 +1,4 @@
-"""Train a model on one or many processes. Read from the top: it is told in the order in which it happens.
+"""Train a model on one or many processes. Read top to bottom; the code is in execution order.
 
 python main.py --dataset synthetic        one process; --nproc 4 starts four here; launch_node.sh for many machines
 python main.py --help                     every option
@@ -12,94 +12,98 @@ import torch
 
 from config import Config
 from data import load_datasets
-from ddp.group import Group, broadcast_buffers, check_backend, join
-from ddp.launch import Placement, launch
-from ddp.loader import TestLoader, TrainLoader
-from ddp.metrics import Meter
-from ddp.run import open_run
-from ddp.schedule import Schedule
-from ddp.step import accumulate, autocast, check_step, make_deterministic, seed_everything, seed_step, wrap
-from model import build_model, build_optimizer, compute_loss, figure_of_merit, scores, sums
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.distributed.process_group import DistContext, check_backend, init_distributed
+from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.seeds import seed_everything, seed_step
+from ddp.entrypoint.launch import launch
+from ddp.training.meter import Meter
+from ddp.training.run import open_run
+from ddp.training.schedule import Schedule
+from ddp.training.wrapping import accumulate, autocast, check_model, make_deterministic, wrap_model
+from model import batch_totals, build_model, build_optimizer, compute_loss, compute_metrics, metric_for_best_model
 
 
-def main(config: Config, placement: Placement) -> None:
-    """Train, or with --evaluate only evaluate, as the process that `placement` says. Every rank runs this."""
-    # What needs no other process comes first: whatever is wrong with it shows before anyone waits for anyone.
+def main(config: Config, rank_env: RankEnv) -> None:
+    """Train, or only evaluate with --evaluate, as the process that `rank_env` describes. Every rank runs this."""
+    # Do all local checks first, so that errors surface before any rank blocks on another.
     check_backend(config)
     if config.deterministic:
         make_deterministic()
     train_set, test_set = load_datasets(config)
     seed_everything(config.seed)
     model = build_model(config, train_set)
-    check_step(config, model)
+    check_model(config, model)
 
-    with join(config, placement) as group, open_run(config, group) as run:
-        train_loader = TrainLoader(train_set, config, group)
-        test_loader = TestLoader(test_set, config, group)
+    with init_distributed(config, rank_env) as ctx, open_run(config, ctx) as run:
+        train_loader = TrainLoader(train_set, config, ctx)
+        eval_loader = EvalLoader(test_set, config, ctx)
 
-        # Two names for one set of weights: ddp_model is trained, model is evaluated and saved.
-        model.to(group.device)
-        ddp_model = wrap(model, config, group)
+        # Two names for one set of weights: train ddp_model; evaluate and save model.
+        model.to(ctx.device)
+        ddp_model = wrap_model(model, config, ctx)
         optimizer = build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
-        scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
-        meter = Meter(group)
+        scaler = torch.amp.GradScaler(ctx.device.type, enabled=config.precision == "fp16")
+        meter = Meter(ctx)
 
-        # What is named here is in every checkpoint. To add something with a state_dict, name it.
+        # Everything passed here is saved in every checkpoint. Add your own stateful objects as keyword arguments.
         run.resume(train_loader, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler, meter=meter)
-        run.introduce(model, test_loader)
+        run.log_summary(model, eval_loader)
 
         if config.evaluate:
-            run.log_test(evaluate(model, test_loader, config, group), test_loader)
+            run.log_eval(evaluate(model, eval_loader, config, ctx), eval_loader)
             return
 
-        for _ in run.epochs():
+        while not run.finished():
             ddp_model.train()
             for batches in run.steps():
-                seed_step(config, run.progress.step, group)
-                schedule.set(run.middle_of_step())
+                seed_step(config.seed, run.state.step, ctx.rank)
+                schedule.set(run.epoch_progress())
 
                 for number, (inputs, targets) in enumerate(batches, start=1):
                     with accumulate(ddp_model, last=number == config.grad_accum_steps):
-                        with autocast(config, group):
+                        with autocast(config, ctx):
                             outputs = ddp_model(inputs)
                             loss = compute_loss(outputs, targets, config)
                         scaler.scale(loss / config.grad_accum_steps).backward()
-                    meter.add(sums(loss, outputs, targets))
+                    meter.add(batch_totals(loss, outputs, targets))
 
                 if config.clip_grad is not None:
-                    scaler.unscale_(optimizer)  # else the scaled gradient would be clipped
+                    scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
                     torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
 
-                run.progress.advance(train_loader.global_batch)
-                if run.log_due():
-                    run.log_train(scores(meter.take()), schedule.lr)
-                if run.save_due():
+                run.advance()
+                if run.should_log():
+                    run.log_train(compute_metrics(meter.take()), schedule.lr)
+                if run.should_save():
                     run.save()
+                if run.should_stop():  # the same answer on all ranks
+                    run.stop()  # saves and exits
 
-            result = evaluate(model, test_loader, config, group)
-            run.end_epoch(result, figure_of_merit(result), test_loader)
+            metrics = evaluate(model, eval_loader, config, ctx)
+            run.end_epoch(metrics, metric_for_best_model(metrics), eval_loader)
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, test_loader: TestLoader, config: Config, group: Group) -> dict[str, Any]:
-    """The scores of `model` on the test data, each sample counted once. Call on every rank.
+def evaluate(model: torch.nn.Module, eval_loader: EvalLoader, config: Config, ctx: DistContext) -> dict[str, Any]:
+    """The metrics of `model` on the test data, each sample counted once. Call on every rank.
 
-    It takes the model without its DDP wrapper: ranks may have different numbers of batches.
+    Pass the model without its DDP wrapper: ranks may have different numbers of batches.
     """
-    broadcast_buffers(model, group)
+    ctx.broadcast_buffers(model)
     model.eval()
-    meter = Meter(group)
-    for inputs, targets in test_loader:
-        with autocast(config, group):
+    meter = Meter(ctx)
+    for inputs, targets in eval_loader:
+        with autocast(config, ctx):
             outputs = model(inputs)
             loss = compute_loss(outputs, targets, config)
-        meter.add(sums(loss, outputs, targets))
-    return scores(meter.take())
+        meter.add(batch_totals(loss, outputs, targets))
+    return compute_metrics(meter.take())
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, Config)

@@ -1,6 +1,6 @@
-"""The model, its loss and its scores. Edit me.
+"""The model, its optimizer, its loss and its metrics. Edit me.
 
-main.py needs build_model, build_optimizer, compute_loss, sums, scores and figure_of_merit.
+main.py imports build_model, build_optimizer, compute_loss, batch_totals, compute_metrics and metric_for_best_model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class ToyModel(nn.Module):
 
     def __init__(self, classes: int = 10, image_size: int = 32) -> None:
         super().__init__()
-        side = ((image_size - 4) // 2 - 4) // 2  # 5 for images of 32 x 32
+        side = ((image_size - 4) // 2 - 4) // 2  # after two convolutions and two pools: 5 for images of 32 x 32
         if side < 1:
-            raise BadModel(f"--image-size {image_size}: ToyModel needs at least 16")
+            raise ModelError(f"--image-size {image_size}: ToyModel needs at least 16")
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool = nn.MaxPool2d(2)
-        self.fc1 = nn.Linear(16 * side * side, 120)  # what the last convolution and the pools leave
+        self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
 
@@ -43,7 +43,7 @@ class ToyModel(nn.Module):
 
 
 def build_model(config: Any, train_set: Any) -> nn.Module:
-    """The model that --model names, sized to the dataset, on the CPU. Raises BadModel if there is no such model."""
+    """The model for --model, sized to the dataset, on the CPU. Raises ModelError if there is no such model."""
     classes = len(train_set.classes)
     if config.model == "ToyModel":
         model: nn.Module = ToyModel(classes, config.image_size)
@@ -53,8 +53,8 @@ def build_model(config: Any, train_set: Any) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
-    """SGD with momentum. The learning rate is then set for each step, by ddp/schedule.py."""
-    # Not fused: that spoils the momentum where fp16's scaler skips a step, and fails at weights that join in later.
+    """SGD with momentum. ddp/training/schedule.py then sets the learning rate of each step."""
+    # Not fused: fused SGD corrupts momentum when GradScaler skips a step, and fails if parameters get gradients later.
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
@@ -63,8 +63,8 @@ def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
-def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """What is added up over batches and ranks, so that every sample counts the same. `loss` and `count` are needed."""
+def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Sums over the samples of a batch, which are added up over batches and ranks. `loss` and `count` are required."""
     return {
         "loss": loss.detach() * len(targets),
         "correct": (outputs.argmax(1) == targets).count_nonzero(),
@@ -72,40 +72,40 @@ def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     }
 
 
-def scores(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scores that are logged, out of added-up sums: the mean loss, and the accuracy in 0 to 1."""
-    count = sums["count"].item()
-    return {"loss": sums["loss"].item() / count, "accuracy": sums["correct"].item() / count}
+def compute_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics to log, from the totals over all samples: the mean loss, and the accuracy in 0 to 1."""
+    count = totals["count"].item()
+    return {"loss": totals["loss"].item() / count, "accuracy": totals["correct"].item() / count}
 
 
-def figure_of_merit(scores: Mapping[str, float]) -> float:
-    """What best.pt is chosen by; higher is better."""
-    return scores["accuracy"]
+def metric_for_best_model(metrics: Mapping[str, float]) -> float:
+    """The value that decides which checkpoint becomes best.pt; higher is better."""
+    return metrics["accuracy"]
 
 
-class BadModel(ValueError):
-    """A model that cannot be built. Its exit_code makes it one line without a traceback; see ddp/errors.py."""
+class ModelError(ValueError):
+    """A model that cannot be built. Its exit_code makes it one line without a traceback: see ddp/core/errors.py."""
 
     exit_code = 2
     on_every_rank = True
 
 
 def _torchvision_model(config: Any, classes: int) -> nn.Module:
-    import torchvision  # slow, and only needed here
+    import torchvision  # slow to import, and only needed here
 
     name, size, batch = config.model, config.image_size, config.batch_size
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
         near = ", ".join(get_close_matches(name, names) or names)
-        raise BadModel(f"--model {name}: neither ToyModel nor one of torchvision's, such as {near}")
+        raise ModelError(f"--model {name}: neither ToyModel nor one of torchvision's, such as {near}")
     options: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": False, "init_weights": True}  # one output, as the others have
+        options |= {"aux_logits": False, "init_weights": True}  # one output, like the others
     model = torchvision.models.get_model(name, **options).train(not config.evaluate)
     shapes = {key: tensor.to("meta") for key, tensor in model.state_dict().items()}
-    try:  # with shapes only, at no cost: a model that is too deep for small images fails here, at once
+    try:  # with shapes only, at no cost: a model that is too deep for small images fails here
         torch.func.functional_call(model, shapes, torch.empty(batch, 3, size, size, device="meta"))
     except Exception as error:
         tried = f"--model {name} cannot take --batch-size {batch} of --image-size {size}"
-        raise BadModel(f"{tried}: try larger ones, such as 64 of 224 ({error})") from error
+        raise ModelError(f"{tried}: try larger ones, such as 64 of 224 ({error})") from error
     return model

@@ -1,33 +1,14 @@
-"""What makes a run distributed and safe. A different task changes `model.py` and `data.py`, and nothing in here.
+"""What makes a run distributed and safe. To train something else, edit model.py, data.py and config.py, not this.
 
-    errors.py       exit codes, and errors that are one line
-    ending.py       how a process ends: what it says, its exit code, what it leaves for its launcher
-    logs.py         OUT/logs/rank_N.log: all that a rank says
-    stop.py         requests to stop: signals, a launcher that is gone, time that is up
-    launch.py       who am I: rank, local rank, world size, from whatever started this process
-    spawn.py        --nproc
-    status.py       status.json
-    fingerprint.py  the project's code as digests
-    launcher/       what launch_node.sh ends in: machines meet, torchrun runs, a lost process starts the job again
-    peers.py        how ranks tell each other that they fail
-    rendezvous.py   how the processes find each other, and the roll call
-    agreement.py    whether all ranks stop at this step
-    group.py        the process group: join it, talk in it, leave it
-    workers.py      the worker processes of a DataLoader
-    loader.py       which sample goes to which process, in which order, from which position
-    schedule.py     the learning rate
-    step.py         what turns a model into one that trains: DDP, precision, accumulation, compression
-    metrics.py      sums over batches and ranks; metrics.jsonl, TensorBoard, the progress bar
-    checkpoint.py   one checkpoint file: write it whole, verify it, read it
-    state.py        state in memory: copy it, send it to every rank, reduce it to a digest
-    folder.py       the output folder, as rank 0 sees it: its lock, its checkpoints, its records
-    compare.py      whether a checkpoint belongs to this run
-    saver.py        writes beside the training
-    resume.py       what of a run is kept in checkpoints: how it is saved, and how it resumes
-    profile.py      --profile
-    preflight.py    launch_node.sh --check: are collectives right, and how fast are they
-    run.py          a training run: its progress, what it logs, when it saves, how it ends
+    core/         errors and exit codes, options, signals, files, logs, network facts; no torch
+    distributed/  ranks, rendezvous, process group, stops and failures that all ranks share, seeds
+    data/         which sample goes to which rank, DataLoader workers, fast image data, downloads
+    checkpoint/   what a checkpoint holds, how it is written and verified, how a run resumes
+    training/     DDP wrapping, learning rate, metrics, logs, the output directory, the run
+    entrypoint/   launch(main, Config), --nproc, the ranks' part of launch_node.sh --check
+    launcher/     what launch_node.sh runs: machines connect, torchrun, restarts; no torch
 
-Imports run one way: `run` may use everything above it, `errors` uses nothing. Nothing in here imports `main`, `model`
-or `data`. This file imports nothing, so that `config.py` can use `ddp.errors` without waiting for torch.
+A room imports only rooms above it; launcher imports core alone. Nothing in here imports main, model, data or config.
 """
+
+__version__ = "1.0.0"  # of ddp-template; name it in bug reports

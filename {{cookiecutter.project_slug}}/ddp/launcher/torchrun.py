@@ -1,60 +1,57 @@
-"""torchrun's own process, as ddp/launcher/round.py starts it: quiet, and gone when the launcher is gone."""
-
-from __future__ import annotations
+"""torchrun's own process, which worker_group.py starts: quiet, and gone when the agent is gone."""
 
 import logging
 import os
-import signal
 import socket
 import sys
 from typing import NoReturn
 
-from ddp import logs
-from ddp.errors import one_line, say
-from ddp.stop import die_with_parent
-
-SIGNALLED, LOST = 75, 8
+from ddp.core.errors import ExitCode, one_line, print_line
+from ddp.core.rank_logs import LOG_DIR_VARIABLE, rank_log_path
+from ddp.core.signals import die_with_parent, killed_by
 
 
 def main() -> NoReturn:
-    """Called with the launcher's process id, and torchrun's options."""
+    """Called with the agent's process id, and torchrun's options."""
     die_with_parent()
-    if os.getppid() != int(sys.argv[1]):  # it has died already
-        sys.exit(LOST)
+    if os.getppid() != int(sys.argv[1]):  # the agent is dead already
+        sys.exit(ExitCode.PEER_LOST)
     sys.exit(run_torchrun(sys.argv[2:]))
 
 
 def run_torchrun(options: list[str]) -> int:
-    """Run torchrun; LOGLEVEL=INFO shows what it does. Else silent: what it says in forty lines, its workers say in one.
+    """Run torchrun without its messages: the workers print in one line what takes it forty. LOGLEVEL=INFO shows them.
 
-    Returns 0; 8 if a worker was killed, or if the store of node 0 is out of reach; 75 on a signal; else 1.
+    Returns 0; 8 if a worker was killed, or if node 0's store is out of reach; 75 after a signal; 1 for other failures.
     """
-    # Its events ask for the host's full name again and again: where no name server answers, for seconds each time.
+    # Its events look up the host's full name again and again, which takes seconds each time if no name server responds.
     socket.getfqdn = lambda name="": name or socket.gethostname()
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    def explain(rank: int, failure: ProcessFailure) -> int:
-        if failure.exitcode >= 0:
-            return 1
-        name = signal.Signals(-failure.exitcode).name
-        hint = "; if memory ran out, dmesg says so" if name == "SIGKILL" else ""
-        log = logs.path_of(os.environ.get(logs.VARIABLE, ""), rank)
-        if name != "SIGKILL" and log.exists():
-            hint = f"; what it said last is in {log}"
-        say(f"rank {rank}: its process {failure.pid} on {socket.gethostname()} was killed by {name}{hint}")
-        return LOST
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "LOGLEVEL" not in os.environ:
         logging.disable()
     try:
         run.run(run.parse_args(options))
     except ChildFailedError as error:
-        return explain(*error.get_first_failure())
+        rank, failure = error.get_first_failure()
+        return _exit_code_of_worker(rank, failure.pid, failure.exitcode)
     except SignalException:
-        return SIGNALLED
+        return ExitCode.STOPPED
     except DistError as error:
-        say(f"torchrun cannot talk to node 0: {one_line(error)}")
-        return LOST
-    return 0
+        print_line(f"torchrun cannot reach node 0: {one_line(error)}")
+        return ExitCode.PEER_LOST
+    return ExitCode.SUCCESS
+
+
+def _exit_code_of_worker(rank: int, pid: int, exit_code: int) -> int:
+    """8 if a signal killed the worker, which cannot print that itself."""
+    if exit_code >= 0:
+        return ExitCode.BUG
+    how = killed_by(exit_code)
+    log = rank_log_path(os.environ.get(LOG_DIR_VARIABLE, ""), rank)
+    if "SIGKILL" not in how and log.exists():
+        how += f"; its last output is in {log}"
+    print_line(f"rank {rank}: process {pid} on {socket.gethostname()} was {how}")
+    return ExitCode.PEER_LOST

@@ -1,0 +1,115 @@
+"""Exit codes, and the errors that a user sees as one line: what failed, where, and what to do.
+
+Any exception with an `exit_code` is printed without a traceback, so `model.py` can raise one without this import.
+"""
+
+import re
+import signal
+import sys
+from contextlib import suppress
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Every rank of a run exits with the same code. A second signal n exits with 128 + n."""
+
+    SUCCESS = 0
+    BUG = 1
+    USAGE = 2
+    SETUP = 3
+    CHECKPOINT = 4
+    OUTPUT_IN_USE = 5
+    DIVERGED = 6
+    STORAGE = 7
+    PEER_LOST = 8
+    STOPPED = 75
+
+
+class UserError(Exception):
+    """Something that a user can cause and can fix: printed as one line, without a traceback."""
+
+    exit_code: int = ExitCode.BUG
+    on_every_rank = False  # whether all ranks raise the same error: then only rank 0 prints it
+
+    def __init_subclass__(cls, exit_code: int | None = None, on_every_rank: bool = False) -> None:
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        cls.on_every_rank = cls.on_every_rank or on_every_rank
+
+
+class UsageError(UserError, exit_code=ExitCode.USAGE, on_every_rank=True):
+    """An option, or a combination of options, that cannot work."""
+
+
+class SetupError(UserError, exit_code=ExitCode.SETUP):
+    """Network, port, device, disk or data: something outside the program is not as it must be."""
+
+
+class CheckpointError(UserError, exit_code=ExitCode.CHECKPOINT, on_every_rank=True):
+    """No checkpoint can be used, or it belongs to another model or to other options."""
+
+
+class OutputInUse(UserError, exit_code=ExitCode.OUTPUT_IN_USE, on_every_rank=True):
+    """Another run writes to this output directory."""
+
+
+class Diverged(UserError, exit_code=ExitCode.DIVERGED, on_every_rank=True):
+    """The loss or the weights are no longer finite."""
+
+
+class StorageError(UserError, exit_code=ExitCode.STORAGE):
+    """A file of the run can no longer be written: the disk is full or was removed."""
+
+
+class PeerLost(UserError, exit_code=ExitCode.PEER_LOST):
+    """Another process of the run is gone or does not respond. `hang`: no process is gone, one of them is stuck."""
+
+    hang = False
+
+
+class PeerFailed(UserError):
+    """This rank is fine, but another one failed; this rank exits with the exit code of that one."""
+
+    def __init__(self, message: str, exit_code: int = ExitCode.BUG) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Stopped(UserError, exit_code=ExitCode.STOPPED, on_every_rank=True):
+    """A signal asked the run to stop, and it stopped in an orderly way."""
+
+
+class QuitImmediately(UserError):
+    """A second signal asked the process to exit at once, with 128 + its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"quit immediately on a second signal ({signal.Signals(number).name})")
+        self.exit_code = 128 + number
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code for `error`; 1 for a bug."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(getattr(error, "exit_code", ExitCode.BUG))
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` on one line; for an error from a DataLoader worker, the original message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if len(lines) > 1 and "DataLoader worker" in lines[0]:
+        return re.sub(r"^[\w.]+: ", "", lines[-1])
+    return " ".join(line.strip() for line in lines)
+
+
+def report_error(error: BaseException, rank: int = 0) -> None:
+    """Print `error` as one line on stderr."""
+    prefix = "" if isinstance(error, Stopped | PeerFailed) else "error: "
+    print_line(f"{prefix}{one_line(error)}", 0 if isinstance(error, PeerFailed) else rank)  # PeerFailed names the rank
+
+
+def print_line(line: str, rank: int = 0) -> None:
+    """Print one line on stderr in a single write, so that lines of several processes do not mix."""
+    prefix = f"[rank {rank}] " if rank else ""
+    with suppress(OSError):  # the terminal may be closed
+        sys.stderr.write(f"{prefix}{line}\n")
+        sys.stderr.flush()

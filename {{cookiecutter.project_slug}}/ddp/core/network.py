@@ -1,0 +1,70 @@
+"""This machine on the network: its addresses and interfaces, and the process that listens on a port."""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+
+def addresses() -> dict[str, str]:
+    """Each address of this machine and the interface that has it: {"127.0.0.1": "lo", "10.0.0.1": "eth0"}."""
+    import psutil  # slow, and not needed to check a command line
+
+    found = ((entry, name) for name, entries in psutil.net_if_addrs().items() for entry in entries)
+    return {plain(entry.address): name for entry, name in found if entry.family in (socket.AF_INET, socket.AF_INET6)}
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this address."""
+    return addresses().get(plain(address))
+
+
+def own_address(host: str, port: int) -> str | None:
+    """This machine's address on the route to `host`, from its routing table. Nothing is sent."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return plain(probe.getsockname()[0])
+    return None
+
+
+def plain(address: str) -> str:
+    """Without what a socket adds: `::ffff:10.0.0.1` is 10.0.0.1, `fe80::1%eth0` is fe80::1."""
+    return address.partition("%")[0].removeprefix("::ffff:")
+
+
+def is_loopback(address: str) -> bool:
+    return plain(address).startswith("127.") or plain(address) == "::1"
+
+
+def is_own_address(address: str) -> bool:
+    """Whether this machine has that address: only then can something listen there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on every address of this machine, as torchrun's store does. Raises OSError, in particular EADDRINUSE."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be disabled; a port that is taken is taken for IPv4 as well
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def port_owner(port: int) -> str:
+    """The process that listens on a port: `pid 123 (python serve.py)`; or that it cannot be known."""
+    import psutil
+
+    unknown = "another process, perhaps of another user"
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listening = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+            if listening and connection.pid not in (None, os.getpid()):
+                program, *arguments = psutil.Process(connection.pid).cmdline() or [unknown]
+                command = " ".join([Path(program).name, *arguments]).strip()
+                return f"pid {connection.pid} ({command[:79] + '…' if len(command) > 80 else command})"
+    return unknown

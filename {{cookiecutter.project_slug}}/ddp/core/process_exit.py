@@ -1,0 +1,126 @@
+"""How a process exits: what it prints, its exit code, and what it records for its launcher. Every exit passes here."""
+
+import atexit
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp.core.errors import PeerFailed, PeerLost, Stopped, exit_code_of, one_line, print_line, report_error
+from ddp.core.files import atomic_write
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+KILLED_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.DOTALL)
+# When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
+# processes when the first one exits.
+REPORT_GRACE_S = 3.0
+
+
+class ProcessExit:
+    """The exit of this process. There is one instance: `process_exit`, below."""
+
+    def __init__(self, rank: int = 0, report_grace_s: float = REPORT_GRACE_S) -> None:
+        self.rank, self.report_grace_s = rank, report_grace_s
+        self.exiting_with: int | None = None  # the exit code, once it is known
+        self.resolving = False  # this process failed and is looking for the root cause
+        self.hurry = threading.Event()  # set when the launcher signals a process that is already exiting
+        self.step: int | None = None  # the last step, for the launcher's record
+        self.saved_step: int | None = None  # the step of the last checkpoint on disk
+        # Called with (exit code, message) before an immediate exit, so that the run can record it.
+        self.on_hard_exit: Callable[[int, str], None] = lambda code, message: None
+        # Tells the other ranks about an error, or learns that another rank failed first. Returns the root cause.
+        self.resolve_root_cause: Callable[[BaseException], BaseException] = lambda error: error
+
+    def start(self, rank: int, report_grace_s: float = REPORT_GRACE_S) -> None:
+        """Reset for a process that has just learned its rank, and tell the launcher its process id."""
+        self.__init__(rank, report_grace_s)  # type: ignore[misc]
+        _write_worker_file("pid", str(os.getpid()))
+
+    def record_saved(self, step: int) -> None:
+        """Record that the checkpoint of `step` is on disk: the launcher counts restarts anew when steps progress."""
+        self.saved_step = step
+        _write_worker_file("saved", str(step))
+
+    def succeed(self) -> int:
+        """Record success. Returns the exit code."""
+        self.exiting_with = 0
+        _write_worker_file("done", "")
+        return 0
+
+    def handle_exception(self, error: BaseException) -> int:
+        """Print `error`, record it for the launcher, return the exit code. Only a bug is printed with its traceback."""
+        code = self.exiting_with = exit_code_of(error)
+        if code != 0:
+            self._write_error_file(error, code)
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                print_line(error.code, self.rank)
+        elif not hasattr(error, "exit_code"):
+            print_line("".join(traceback.format_exception(error)).rstrip(), self.rank)
+        elif self.rank == 0 or not getattr(error, "on_every_rank", False):
+            report_error(error, self.rank)
+        elif not isinstance(error, Stopped | PeerLost):
+            self.hurry.wait(self.report_grace_s)  # rank 0 prints it
+        return code
+
+    def hard_exit(self, error: BaseException, *, silent: bool = False) -> NoReturn:
+        """Exit now, from another thread, whatever the main thread does: it may be blocked for good."""
+        code = self.exiting_with = exit_code_of(error)
+        if not silent:
+            report_error(error, self.rank)
+        with suppress(Exception):
+            self.on_hard_exit(code, one_line(error))
+        self._write_error_file(error, code)
+        os._exit(code)
+
+    def _write_error_file(self, error: BaseException, code: int) -> None:
+        """Write torchrun's error file, from which torchrun and launch_node.sh learn what happened."""
+        info = {"timestamp": str(int(time.time())), "rank": self.rank, "cause": not isinstance(error, PeerFailed)}
+        info |= {"step": self.step, "saved": self.saved_step}
+        message: dict[str, Any] = {"message": one_line(error), "errorCode": code, "extraInfo": info}
+        _write_worker_file(os.path.basename(os.environ.get(ERROR_FILE_VARIABLE, "")), json.dumps({"message": message}))
+
+
+def _write_worker_file(name: str, text: str) -> None:
+    """Write to the directory of torchrun's error file; do nothing in a process that a worker started."""
+    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    if error_file and "LOCAL_RANK" in os.environ:
+        with suppress(OSError), atomic_write(Path(error_file).with_name(name), "w") as file:
+            file.write(text)
+
+
+process_exit = ProcessExit()
+
+
+def translate_exception(error: BaseException) -> BaseException:
+    """PeerLost if `error` means that a DataLoader worker was killed, which torch reports like a bug; else `error`."""
+    killed = isinstance(error, RuntimeError) and KILLED_WORKER.search(str(error))
+    # A worker can also die while it hands over a batch. An error that a dataset raises has "Caught" in its message.
+    disconnected = isinstance(error, ConnectionError | EOFError) and "Caught" not in str(error)
+    in_loader = disconnected and "torch/utils/data/dataloader.py" in "".join(traceback.format_tb(error.__traceback__))
+    if killed or in_loader:
+        return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
+    return error
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit without tearing down the interpreter: gloo's threads may hold tensors, and would abort the process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would report what follows as a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()  # DataLoader workers ignore SIGTERM, and would be waited for
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    with suppress(OSError):  # the reader of the output may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

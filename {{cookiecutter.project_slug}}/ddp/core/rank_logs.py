@@ -1,0 +1,89 @@
+"""OUTPUT_DIR/logs/rank_N.log: everything that a rank prints under launch_node.sh, including output of C libraries.
+
+The console shows rank 0, and warnings and errors of the other ranks. The file holds every line of its rank with the
+time, what is printed by hand, and what NCCL (NCCL_DEBUG=INFO), CUDA or a crash write without Python.
+"""
+
+import faulthandler
+import logging
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from ddp.core.errors import print_line
+from ddp.core.process_exit import process_exit
+
+log = logging.getLogger(__name__)
+LOG_DIR_VARIABLE = "DDP_RANK_LOGS"  # the directory; launch_node.sh sets it
+
+
+def start_rank_log(rank: int, world_size: int) -> None:
+    """Write what this rank prints to its own file from now on, if its launcher asks for that."""
+    folder = os.environ.get(LOG_DIR_VARIABLE)
+    if not folder:
+        return
+    path, when = rank_log_path(folder, rank), time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        file.write(f"---- {when}  rank {rank} of {world_size} on {platform.node()}, process {os.getpid()} ----\n")
+    except OSError as error:
+        log.warning("warning: no log of this rank: cannot write %s: %s", path, error.strerror)
+        return
+    streams = []
+    for stream in (sys.stdout, sys.stderr):  # what C code writes to their descriptors goes to the file
+        stream.flush()
+        former = os.dup(stream.fileno())
+        streams.append(os.fdopen(former, "w", buffering=1, encoding=stream.encoding, errors=stream.errors))
+        os.dup2(file.fileno(), stream.fileno())
+    logger = logging.getLogger("ddp")
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(streams[0])
+    to_file = logging.StreamHandler(file)
+    to_file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop the run
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger.addHandler(to_file)
+    logger.setLevel(logging.INFO)
+    # Of what is printed by hand, the console shows only rank 0's.
+    sys.stdout = file if rank else _Tee(streams[0], file)  # type: ignore[assignment]
+    sys.stderr = _Tee(streams[1], file)  # type: ignore[assignment]
+    faulthandler.enable(file)
+
+
+def rank_log_path(folder: str | Path, rank: int) -> Path:
+    """The log file of a rank."""
+    return Path(folder) / f"rank_{rank}.log"
+
+
+def console(stream: Any) -> Any:
+    """`stream` without the log file: for a progress bar."""
+    return stream.console if isinstance(stream, _Tee) else stream
+
+
+def dump_stacks() -> None:
+    """Print the stack of every thread of this process on stderr."""
+    print_line("is here (the stack of every thread, innermost call first):", process_exit.rank)
+    streams = (sys.stderr.console, sys.stderr.file) if isinstance(sys.stderr, _Tee) else (sys.stderr,)
+    for stream in streams:
+        with suppress(OSError, ValueError, AttributeError):
+            faulthandler.dump_traceback(stream, all_threads=True)
+
+
+class _Tee:
+    """A stream to the console and to the log file."""
+
+    def __init__(self, console: TextIO, file: TextIO) -> None:
+        self.console, self.file = console, file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):  # a full disk must not fail the caller's print
+            self.file.write(text)
+        return self.console.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.console, name)

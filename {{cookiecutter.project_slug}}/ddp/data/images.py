@@ -1,0 +1,227 @@
+"""Images as batches: in memory, in files or in a cache of decoded files; random crops and flips; normalisation.
+
+An image is uint8 [c, h, w] until it is prepared. A batch is targets [b], sample numbers [b] and images [b, c, h, w].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from ddp.core.errors import SetupError
+from ddp.core.files import TMP_PATTERN, atomic_write
+from ddp.data.dataset import BatchDataset
+from ddp.distributed.process_group import available_cores
+from ddp.distributed.seeds import derive_seed
+
+log = logging.getLogger(__name__)
+CHUNK_PIXELS = 256 * 32 * 32  # of images in memory that are prepared together: 3 MB of floats
+MAX_COPIED_BYTES = 1 << 30  # of images in memory of which a process keeps padded and flipped copies
+MAX_GPU_SHARE = 0.05  # of the free memory of a GPU, for images
+
+
+@dataclass(frozen=True)
+class ImageTransforms:
+    """What happens to a batch of images, on the device. In training they are padded with black, cropped, and flipped.
+
+    padding: the part of the width that is added on each side. flip: the probability of a flip from left to right.
+    """
+
+    mean: Sequence[float]  # of each channel, from 0 to 1
+    std: Sequence[float]
+    image_size: int  # of the model's inputs: height and width
+    padding: float = 0.0
+    flip: float = 0.0
+    seed: int = 0  # crops and flips are a function of (seed, epoch, sample)
+    memory_format: torch.memory_format = torch.contiguous_format
+
+
+class ImageDataset(BatchDataset):
+    """Images of one size, which subclasses read. To change what happens to a batch, override `augment` or `prepare`."""
+
+    def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms) -> None:
+        self.length, self.classes, self.transforms = length, classes, transforms
+        self._mean = self._std = torch.empty(0)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
+        """Crop and flip the images at random."""
+        targets, samples, images = batch
+        rows = torch.arange(len(images), device=images.device)
+        return targets, samples, self._cropped(*self._padded_and_flipped(images), rows, samples, epoch)
+
+    def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Normalise and resize: inputs [b, c, image_size, image_size] float, targets [b]."""
+        targets, _, images = batch
+        inputs = images.to(torch.float32, memory_format=self.transforms.memory_format)
+        if self._mean.shape[1:] != inputs.shape[1:] or self._mean.device != inputs.device:
+            # As large as an image: with channels last, [1, c, 1, 1] would be broadcast value by value.
+            one, values = torch.ones_like(inputs[:1]), (self.transforms.mean, self.transforms.std)
+            self._mean, self._std = (one * 255 * one.new_tensor(value).view(1, -1, 1, 1) for value in values)
+        inputs = inputs.sub_(self._mean).div_(self._std)
+        size = self.transforms.image_size
+        if inputs.shape[-1] != size:
+            inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)
+        return inputs, targets
+
+    def _padded_and_flipped(self, images: Tensor) -> tuple[Tensor, int]:
+        """All images with a black frame, then the same flipped: [2 b, c, h + 2 pad, w + 2 pad]; and `pad`."""
+        pad = int(images.shape[-1] * self.transforms.padding)
+        padded = F.pad(images, (pad,) * 4)
+        return torch.cat([padded, padded.flip(3)]), pad
+
+    def _cropped(self, copies: Tensor, pad: int, rows: Tensor, samples: Tensor, epoch: int) -> Tensor:
+        """Images `rows` of those that `copies` show padded and flipped, drawn for `samples`: [b, c, h, w]."""
+        n, c, h, w = copies.shape[0] // 2, copies.shape[1], copies.shape[2] - 2 * pad, copies.shape[3] - 2 * pad
+        seed = derive_seed(self.transforms.seed, epoch)
+        offsets, flips = draw_crops(seed, self.transforms.flip, self.length, pad, copies.device)
+        down, right = offsets[samples].unbind(1)
+        image, plane, row, pixel = copies.stride()
+        # To crop an image is to read it from a later element on. So one copy of `length` elements moves a whole image,
+        # where indexing would copy row by row.
+        length = (c - 1) * plane + (h - 1) * row + (w - 1) * pixel + 1
+        starts = (rows + n * flips[samples]) * image + down * row + right * pixel
+        from_each_element = copies.as_strided((copies.numel(),), (1,)).unfold(0, length, 1)
+        found = from_each_element.index_select(0, starts)
+        return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
+
+
+@lru_cache(maxsize=1)
+def draw_crops(seed: int, flip: float, length: int, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Offsets [length, 2] and flips [length] of all samples in an epoch: the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randint(0, 2 * pad + 1, (length, 2), generator=generator)
+    return offsets.to(device), (torch.rand(length, generator=generator) < flip).to(device)
+
+
+class ImagesInMemory(ImageDataset):
+    """Images [n, c, h, w] uint8 and targets [n] in memory: batches are made on their device, without workers."""
+
+    in_memory = True
+
+    def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str], transforms: ImageTransforms) -> None:
+        super().__init__(len(images), classes, transforms)
+        # Small batches are made several at once: one by one, they would cost a small model some percent of its step.
+        self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
+        self.images, self.targets = images, targets
+        self._copies: tuple[Tensor, int] | None = None
+
+    def to(self, device: torch.device) -> None:
+        if self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
+            self.images, self.targets = self.images.to(device), self.targets.to(device)
+
+    def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
+        """Targets and sample numbers only: `augment` or, in an evaluation, `prepare` selects the images."""
+        samples = torch.tensor(indices, device=self.targets.device)
+        return self.targets.index_select(0, samples), samples
+
+    def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
+        targets, samples = batch
+        if self.images.nbytes > MAX_COPIED_BYTES:
+            return super().augment((targets, samples, self._select(samples)), epoch)
+        if self._copies is None:  # once, and only for training; takes 2.5 times the memory of the images
+            copies, pad = self._padded_and_flipped(self.images)
+            self._copies = copies.contiguous(memory_format=self.transforms.memory_format), pad
+        rows = samples.to(self.images.device)
+        return targets, samples, self._cropped(*self._copies, rows, rows, epoch).to(samples.device, non_blocking=True)
+
+    def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        targets, samples, *augmented = batch
+        return super().prepare((targets, samples, augmented[0] if augmented else self._select(samples)))
+
+    def _select(self, samples: Tensor) -> Tensor:
+        """These images, on the device of `samples`: they may be too many for it, and stay in host memory."""
+        return self.images.index_select(0, samples.to(self.images.device)).to(samples.device, non_blocking=True)
+
+
+class ImageFiles(ImageDataset):
+    """Images in folder/CLASS/*, as torchvision's ImageFolder finds them, read by DataLoader workers."""
+
+    def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
+        from torchvision.datasets import ImageFolder  # slow, and only needed here
+
+        try:
+            found = ImageFolder(str(folder))
+        except OSError as error:
+            raise SetupError(f"--data-dir: {error}") from error
+        super().__init__(len(found.samples), found.classes, transforms)
+        self.folder, self.samples = folder, found.samples
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        images = torch.stack([self.read(self.samples[index][0]) for index in indices])
+        return torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices), images
+
+    def read(self, path: str) -> Tensor:
+        """The square in the middle of an image, resized: [3, image_size, image_size]."""
+        size = self.transforms.image_size
+        try:
+            with Image.open(path) as file:
+                file.draft("RGB", (size, size))  # a JPEG of at least twice the size is decoded at a half, a quarter ...
+                image = file.convert("RGB")
+        except Exception as error:  # Pillow raises whatever error a decoder has
+            raise SetupError(f"{path} is not an image that can be read; replace or remove it") from error
+        if image.size != (size, size):
+            w, h = image.size
+            left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
+            box = (left, top, left + side, top + side)  # crop first: the rest need not be resized
+            image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+
+
+def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:
+    """`files` as one array in `cache_dir`. The first process of this machine decodes them; all map the array."""
+    try:
+        path = cache_dir / f"{files.folder.name}-{files.transforms.image_size}-{_cache_key(files)}.npy"
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            log.info("decoding %s images, once, into %s", f"{len(files):,}", path)
+        with FileLock(cache_dir / ".lock"):
+            if not path.exists():
+                _decode(files, path)
+        images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
+    except OSError as error:
+        raise SetupError(f"--cache {cache_dir}: {error}") from error
+    targets = torch.tensor([target for _, target in files.samples])
+    return ImagesInMemory(images, targets, files.classes, files.transforms)
+
+
+def _cache_key(files: ImageFiles) -> str:
+    """Changes with the list of the images, their sizes and times, and the source of the classes that read them."""
+    key = hashlib.blake2b(digest_size=8)
+    for reader in type(files).__mro__:
+        if issubclass(reader, ImageFiles):
+            key.update(Path(inspect.getfile(reader)).read_bytes())
+    for name, _ in files.samples:
+        about = os.stat(name)
+        key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return key.hexdigest()
+
+
+def _decode(files: ImageFiles, path: Path) -> None:
+    """Write all images as one array, uint8 [n, 3, image_size, image_size], on all cores. Call with the lock held."""
+    for left_over in path.parent.glob(f"*.npy.{TMP_PATTERN}"):  # by a process that was killed
+        left_over.unlink()
+    size = files.transforms.image_size
+    loader = DataLoader(files, batch_size=64, num_workers=available_cores(), collate_fn=tuple)
+    with atomic_write(path, durable=True) as file:  # without durable, it could hold anything after a power cut
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), 3, size, size)}
+        numpy.lib.format.write_array_header_1_0(file, header)
+        for _, _, images in tqdm(loader, desc="decoding", unit="batch", leave=False, disable=None):
+            file.write(images.numpy())

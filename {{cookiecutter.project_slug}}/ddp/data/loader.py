@@ -1,0 +1,140 @@
+"""The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp.core.errors import UsageError
+from ddp.core.run_config import RunConfig
+from ddp.data.dataset import collate, hooks_of, seeded
+from ddp.data.sampler import ResumableSampler
+from ddp.data.workers import start_workers
+from ddp.distributed.process_group import DistContext, available_cores, plural
+from ddp.distributed.seeds import derive_seed
+from ddp.distributed.stop_sync import StopRequested
+from ddp.distributed.tree import map_tensors
+
+ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
+MAX_WORKERS = 8  # per process, unless --workers asks for more
+EVALUATION = -1  # takes the place of the epoch
+
+
+class _Loader:
+    """Reads batches from any torch Dataset. ddp.data.dataset.BatchDataset describes what else a dataset can do."""
+
+    def __init__(self, dataset: Any, part: str, config: RunConfig, ctx: DistContext) -> None:
+        self.dataset, self.hooks, self.config, self.ctx = dataset, hooks_of(dataset), config, ctx
+        self.length = len(dataset)
+        # Otherwise ranks would take different numbers of steps, and wait for each other.
+        ctx.check_same({f"the number of {part} samples": self.length})
+        self.chunk_size = config.batch_size * max(1, self.hooks.chunk_size // config.batch_size)
+        default = 0 if self.hooks.in_memory else max(1, min(MAX_WORKERS, available_cores() // ctx.local_world_size))
+        self.workers = default if config.workers is None else config.workers
+        if self.workers == 0 and ctx.device.type == "cuda":  # DataLoader workers could not reach data on the GPU
+            self.hooks.to(ctx.device)
+
+    def _batches(self, indices: Iterable[int], epoch: int, generator: torch.Generator) -> Iterator[Any]:
+        """Batches of the samples `indices`, from the dataset to the model."""
+        loader = DataLoader(
+            seeded(self.dataset, self.config.seed, epoch),
+            batch_size=self.chunk_size,
+            sampler=indices,
+            num_workers=self.workers,
+            collate_fn=collate,
+            pin_memory=self.ctx.device.type == "cuda" and not self.hooks.in_memory,
+            generator=generator,  # otherwise iter() would draw from the global one
+            persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
+        )
+        for chunk in start_workers(loader):  # read
+            chunk = map_tensors(chunk, lambda part: part.to(self.ctx.device, non_blocking=True), kind=Movable)  # move
+            if epoch != EVALUATION:
+                chunk = self.hooks.augment(chunk, epoch)  # augment
+            chunk = self.hooks.prepare(chunk)  # prepare
+            whole = epoch == EVALUATION or self.chunk_size == self.config.batch_size
+            yield from (chunk,) if whole else _split(chunk, self.config.batch_size)  # split
+
+
+class TrainLoader(_Loader):
+    """Batches of this rank, on its device, in an order that depends on (seed, epoch) only.
+
+    `wait_s` adds up the seconds in which the training waited for data.
+    """
+
+    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext) -> None:
+        super().__init__(dataset, "training", config, ctx)
+        self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
+        seed = derive_seed(config.seed)  # the sampler adds the epoch: a plain seed 0 would become seed 1 in epoch 1
+        self.sampler = ResumableSampler(dataset, ctx.rank, ctx.world_size, self.global_batch, seed)
+        self.steps_per_epoch = self.sampler.steps_left(0)
+        if self.steps_per_epoch == 0 and not config.evaluate:
+            processes = plural(ctx.world_size, "process", "es")
+            raise UsageError(
+                f"{self.length:,} training samples do not fill one step of {self.global_batch:,} ({processes} x "
+                f"--batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): lower one of them"
+            )
+        default = getattr(config, "dataset", type(dataset).__name__)
+        self.name = getattr(dataset, "name", None) or self.hooks.name or default
+        self.wait_s = 0.0
+
+    def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
+        """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
+        self.sampler.start_at(epoch, samples_consumed)
+        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, epoch, self.ctx.rank))
+        batches = self._timed(self._batches(self.sampler, epoch, generator))
+        for _ in range(self.sampler.steps_left(samples_consumed)):
+            yield islice(batches, self.config.grad_accum_steps)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+
+class EvalLoader(_Loader):
+    """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order.
+
+    They are not split: an evaluation keeps nothing for a backward pass, so it takes chunks as they are.
+    """
+
+    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext) -> None:
+        super().__init__(dataset, "test", config, ctx)
+        self.common_batches = self.length // ctx.world_size // self.chunk_size  # that every rank has
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
+        self.ctx.stop_sync.restart()
+        indices = range(self.ctx.rank, self.length, self.ctx.world_size)
+        for number, batch in enumerate(self._batches(indices, EVALUATION, self.generator)):
+            yield batch
+            if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
+                raise StopRequested(decision)
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or anything else in a batch that can follow it to its device."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
+
+
+def _split(chunk: Any, batch_size: int) -> Iterator[Any]:
+    """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
+    tensors: list[torch.Tensor] = []
+    map_tensors(chunk, tensors.append)
+    for first in range(0, len(tensors[0]), batch_size):
+        yield map_tensors(chunk, lambda part, first=first: _aligned(part[first : first + batch_size]))
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()

@@ -1,0 +1,200 @@
+"""How the ranks share a failure: through the store, which works when collectives do not.
+
+The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
+Keys of the store: `failure` the cause; `diagnose` a rank asks who is alive; `alive/R`, `comm_error/R` rank R answers;
+`left/R` rank R finished; `ack/R` rank R has read the cause; `saved` the step of the last checkpoint on disk.
+"""
+
+import json
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ddp.core.errors import ExitCode, PeerFailed, PeerLost, exit_code_of, one_line
+from ddp.core.process_exit import process_exit
+from ddp.core.rank_logs import dump_stacks
+from ddp.core.stop_signal import stop_signal
+from ddp.distributed.rank_env import RankEnv
+
+Answer = TypeVar("Answer")
+POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
+ANSWER_TIMEOUT_S = 3.0
+MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
+FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
+COMM_ERROR = re.compile(
+    r"gloo|Timed out waiting|pair closure|NCCL|Connection (closed|reset)|Broken pipe|[Ss]ocket [Tt]imeout"
+)
+COLLECTIVE_SOURCES = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", "torchinductor")
+TIMED_OUT = re.compile(r"[Tt]imed? ?out|pair closure")
+
+
+class FailureMonitor:
+    """This rank's view of failures. A thread watches the other ranks; `resolve_root_cause` explains an error."""
+
+    def __init__(self, store: dist.Store, env: RankEnv, timeout: float) -> None:
+        self.store, self.env, self.rank, self.timeout = store, env, env.rank, timeout
+        self.others = [other for other in range(env.world_size) if other != env.rank]
+        self.closed = threading.Event()
+        self.cause: BaseException | None = None  # once it is resolved
+        self.seen_failure: dict[str, Any] | None = None  # what the thread has found
+        self.reachable = True  # the store; False once its host is gone
+
+    def start(self) -> None:
+        """Watch the other ranks from now on, even while the main thread waits in a collective."""
+        if self.others:
+            threading.Thread(target=self._watch, name="failure monitor", daemon=True).start()
+
+    def close(self) -> None:
+        """This rank finished: from now on, its silence is not a failure."""
+        self.closed.set()
+        if self.others:
+            self._call_store(lambda: self.store.set(f"left/{self.rank}", ""))
+
+    def share_saved(self, step: int) -> None:
+        """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
+        self._call_store(lambda: self.store.set("saved", str(step)))
+
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint on disk, as far as this rank can know."""
+        shared = self._call_store(lambda: int(self.store.get("saved")) if self.store.check(["saved"]) else None)
+        return shared if shared is not None else process_exit.saved_step
+
+    def check(self) -> None:
+        """Raise PeerFailed if another rank has failed."""
+        if self.others and self.store.check(["failure"]):
+            raise self._peer_failed(json.loads(self.store.get("failure")))
+
+    def resolve_root_cause(self, error: BaseException) -> BaseException:
+        """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
+        together = process_exit.exiting_with is not None  # all ranks exit at the same point, and know it
+        if not self.others or together or isinstance(error, PeerFailed) or error is self.cause:
+            return error
+        process_exit.resolving = True
+        self.closed.set()
+        if _is_comm_error(error):
+            error = self._explain_comm_error(error)
+        self.cause = error if isinstance(error, PeerFailed) else self._share_failure(error)
+        if not self.env.hosts_store:
+            self._call_store(lambda: self.store.set(f"ack/{self.rank}", ""))
+        return self.cause
+
+    def wait_for_acks(self) -> None:
+        """After a failure, if the store is in this process: wait until the others have read the cause."""
+        end = time.monotonic() + ANSWER_TIMEOUT_S
+        keys = [f"ack/{other}" for other in self.others]
+        while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _explain_comm_error(self, error: BaseException) -> BaseException:
+        """PeerFailed or PeerLost, for an error of a collective or of the store."""
+        timed_out = TIMED_OUT.search(str(error)) is not None
+        if timed_out:
+            dump_stacks()
+        cause = None if self.seen_failure else self._call_store(lambda: self._diagnose(timed_out), 2 * ANSWER_TIMEOUT_S)
+        if self.seen_failure:  # perhaps by the thread in the meantime, before the store was gone
+            return self._peer_failed(self.seen_failure)
+        at_rank_0 = self.env.store_in == "rank 0"
+        cause = cause or PeerLost("rank 0 was lost" if at_rank_0 else "the other ranks cannot be reached")
+        if isinstance(cause, PeerLost):  # add the core of gloo's or NCCL's message, without its source file and advice
+            reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
+            cause.args = (f"{cause} ({re.split(r'[.] |[.]$', reason)[0][:120]})",)
+        return cause
+
+    def _diagnose(self, timed_out: bool) -> PeerLost | PeerFailed:
+        """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
+        self.store.set(f"comm_error/{self.rank}", "")
+        asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
+        end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
+        silent = busy = self.others
+        while time.monotonic() < end:
+            if self.store.check(["failure"]):
+                return self._peer_failed(json.loads(self.store.get("failure")))
+            if asks:
+                busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
+                silent = [rank for rank in busy if rank in silent and not self.store.check([f"alive/{rank}"])]
+            if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
+                break
+            time.sleep(0.05)
+        if not asks:
+            return PeerLost("another process was lost, and so was the one that was finding out which")
+        names = " and ".join(f"rank {rank}" for rank in silent or busy)
+        if silent:
+            left = self.store.check([f"left/{rank}" for rank in silent])
+            return PeerLost(f"{names} {'left early' if left else 'was lost'}")
+        if busy and timed_out:
+            hanging = PeerLost(f"{names} did not respond for {self.timeout:g} s (--timeout); see its stack above")
+            hanging.hang = True
+            return hanging
+        return PeerLost("the connections between the processes broke")
+
+    def _share_failure(self, error: BaseException) -> BaseException:
+        """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
+        text = one_line(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {one_line(error)}"
+        text = text if isinstance(error, PeerLost) else f"rank {self.rank} failed: {text}"
+        ours: dict[str, Any] = {"rank": self.rank, "code": exit_code_of(error) or int(ExitCode.PEER_LOST)}
+        ours |= {"hang": getattr(error, "hang", False), "message": text}
+        stored = self._call_store(lambda: self.store.compare_set("failure", "", json.dumps(ours)))
+        first = json.loads(stored) if stored else ours
+        same = getattr(error, "on_every_rank", False) and first["code"] == ours["code"]
+        return error if same or first["rank"] == self.rank else self._peer_failed(first)
+
+    def _peer_failed(self, failure: dict[str, Any]) -> PeerFailed:
+        return PeerFailed(f"rank {self.rank} is exiting because {failure['message']}", failure["code"])
+
+    def _call_store(self, call: Callable[[], Answer], timeout: float = ANSWER_TIMEOUT_S) -> Answer | None:
+        """What `call` returns from the store; None if the store is out of reach."""
+        if not self.reachable:
+            return None
+        start = time.monotonic()
+        answer = call_with_timeout(timeout, call)
+        self.reachable = answer is not None or time.monotonic() - start < timeout  # do not wait for it again
+        return answer
+
+    def _watch(self) -> None:
+        """In the thread. When another rank failed: exit as well, unless the main thread notices by itself."""
+        answered = False
+        while self.seen_failure is None:
+            if self.closed.wait(POLL_INTERVAL_S):
+                return
+            try:
+                if not answered and self.store.check(["diagnose"]):
+                    answered = True
+                    self.store.set(f"alive/{self.rank}", "")
+                if self.store.check(["failure"]):
+                    self.seen_failure = json.loads(self.store.get("failure"))
+                    self.store.set(f"ack/{self.rank}", "")
+            except RuntimeError:  # the next collective fails as well
+                self.reachable = False
+                return
+        if self.seen_failure["hang"]:
+            dump_stacks()
+        if not self.closed.wait(FOLLOW_TIMEOUT_S):
+            self.wait_for_acks()
+            process_exit.hard_exit(self._peer_failed(self.seen_failure))
+
+
+def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | None:
+    """What `call` returns; None if it fails or takes longer: a store whose host is gone may block without end."""
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(call())
+
+    thread = threading.Thread(target=run, name="store call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def _is_comm_error(error: BaseException) -> bool:
+    """Whether a collective or the store failed: by message and by source, since others have such messages."""
+    source = next((frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), "")
+    matches = isinstance(error, RuntimeError) and COMM_ERROR.search(str(error)) is not None
+    return isinstance(error, dist.DistError) or (matches and any(part in source for part in COLLECTIVE_SOURCES))

@@ -1,0 +1,150 @@
+"""How the processes find each other: the store, and what each rank tells the others about its host and its GPUs."""
+
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp.core.errors import PeerLost, SetupError
+from ddp.core.network import is_own_address, listen, own_address, port_owner
+from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
+from ddp.distributed.rank_env import RankEnv
+
+log = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 5.0
+NOTICE_AFTER_S = 5.0  # a process that waits longer prints for whom
+EARLY_TIMEOUT_S = 3.0  # how long a rank that fails before it joins tries to tell the others
+
+
+def create_store(env: RankEnv, timeout: float) -> dist.Store:
+    """The store of this run; `timeout` in seconds. Raises SetupError if it cannot be reached."""
+    if env.init_method is None:
+        return dist.HashStore()
+    try:
+        if env.store_in != "file":
+            _wait_for_endpoint(env, timeout)
+        return _connect_store(env, timeout)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SetupError(f"rank {env.rank} cannot connect to the others at {env.endpoint_text}: {reason}") from error
+
+
+def _connect_store(env: RankEnv, timeout: float) -> dist.Store:
+    limit = timedelta(seconds=timeout)
+    store = next(dist.rendezvous(str(env.init_method), env.rank, env.world_size, timeout=limit))[0]
+    store.set_timeout(limit)
+    return store
+
+
+def _wait_for_endpoint(env: RankEnv, timeout: float) -> None:
+    """Wait until rank 0 listens; on rank 0, check that it can. TCPStore itself would print pages while it waits."""
+    (host, port), where = env.endpoint, env.endpoint_text
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise SetupError(f"{where}: this machine cannot resolve the name {host} ({error.strerror})") from error
+    start, announced = time.monotonic(), False
+    while not env.hosts_store:
+        try:
+            return socket.create_connection(env.endpoint, timeout=min(timeout, CONNECT_TIMEOUT_S)).close()
+        except OSError as error:
+            waited = time.monotonic() - start
+            if env.store_in == "torchrun" and isinstance(error, ConnectionRefusedError):
+                raise PeerLost(f"torchrun is no longer running at {where}") from error
+            if error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL) or waited > timeout:
+                why = f"{error.strerror or error}; start rank 0, or correct the address"
+                raise SetupError(f"cannot reach rank 0 at {where}: {why}") from error
+        if waited > NOTICE_AFTER_S and not announced:
+            announced = True
+            log.warning("waiting for rank 0 at %s (up to %g s)", where, timeout)
+        time.sleep(0.1)
+    if not any(is_own_address(address) for address in found):
+        raise SetupError(f"{where} is not an address of this machine, where rank 0 runs: use one that is")
+    try:
+        listen(port).close()
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = f"is taken by {port_owner(port)}" if taken else f"cannot be used ({error.strerror})"
+        raise SetupError(f"{where}: the port {reason}; end that process, or choose another port") from error
+
+
+def report_early_failure(error: BaseException, env: RankEnv) -> BaseException:
+    """Tell the ranks that wait for this one that it failed before it joined them. Returns the root cause."""
+    if env.init_method is None or env.hosts_store or getattr(error, "on_every_rank", False):
+        return error
+    store = call_with_timeout(EARLY_TIMEOUT_S, lambda: _connect_store(env, EARLY_TIMEOUT_S))
+    return error if store is None else FailureMonitor(store, env, EARLY_TIMEOUT_S).resolve_root_cause(error)
+
+
+@dataclass
+class RankInfo:
+    """What a rank tells the others. `machine` is unique per machine; `address` is its own on the route to rank 0."""
+
+    host: str
+    machine: str
+    local_rank: int | None
+    gpus: int
+    visible_gpus: str | None
+    address: str | None
+
+
+def exchange_rank_info(store: dist.Store, env: RankEnv, monitor: FailureMonitor) -> list[RankInfo]:
+    """The RankInfo of every process, by rank. Call on every rank.
+
+    Raises SetupError if some do not join in time, or if two processes have the same rank.
+    """
+    host = machine = socket.gethostname()
+    if store.add(f"arrived/{env.rank}", 1) > 1:
+        first = store.get(f"host/{env.rank}").decode() if store.check([f"host/{env.rank}"]) else "another"
+        error = SetupError(
+            f"rank {env.rank} has already joined at {env.endpoint_text} from host {first}, and this is host {host}: "
+            "use each rank once, and a different port or file for each run (delete a file that an earlier run has left)"
+        )
+        if store.check(["rank_infos"]):  # do not disturb a run that trains; one that is still starting fails
+            monitor.cause = error
+        raise error
+    store.set(f"host/{env.rank}", host)
+    with suppress(OSError):  # only on Linux; containers and network namespaces count as machines of their own
+        machine += f" {os.readlink('/proc/self/ns/net')} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    address = None if env.store_in in ("memory", "file") else own_address(*env.endpoint)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    info = RankInfo(host, machine, env.local_rank, torch.cuda.device_count(), visible, address)
+    store.set(f"rank_info/{env.rank}", json.dumps(asdict(info)))
+    if env.rank == 0:
+        keys = [f"rank_info/{rank}" for rank in range(env.world_size)]
+        _wait_for_keys(store, keys, env, monitor)
+        store.set("rank_infos", json.dumps([json.loads(store.get(key)) for key in keys]))
+    _wait_for_keys(store, ["rank_infos"], env, monitor)
+    everyone = [RankInfo(**info) for info in json.loads(store.get("rank_infos"))]
+    if any(info.local_rank is None for info in everyone):  # no launcher sets local ranks: number those of each machine
+        for rank, info in enumerate(everyone):
+            info.local_rank = sum(other.machine == info.machine for other in everyone[:rank])
+    return everyone
+
+
+def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: FailureMonitor) -> None:
+    """Wait until `keys` are in the store. Rank 0 waits for all ranks, and prints which of them are missing."""
+    start, announced = time.monotonic(), env.rank != 0
+    while not store.check(keys):
+        monitor.check()
+        waited = time.monotonic() - start
+        if waited > monitor.timeout or (waited > NOTICE_AFTER_S and not announced):
+            announced = True
+            missing = [str(rank) for rank in range(env.world_size) if not store.check([f"rank_info/{rank}"])]
+            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            if waited > monitor.timeout:
+                raise SetupError(
+                    f"only {env.world_size - len(missing)} of {env.world_size} processes joined at {env.endpoint_text} "
+                    f"within {monitor.timeout:g} s (--timeout); missing: rank {names}; start all of them"
+                )
+            log.info("waiting for rank %s of %s processes", names, env.world_size)
+        time.sleep(0.01 if waited < 1 else 0.1)

@@ -1,0 +1,57 @@
+"""All ranks decide together, between two steps, whether to stop. They ask twice a second, not after every step."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp.core.stop_signal import stop_signal
+
+SYNC_INTERVAL_S = 0.5
+MAX_STEPS_BETWEEN_SYNCS = 64  # in case steps suddenly take much longer
+
+
+class StopDecision(NamedTuple):
+    """What all ranks know after a sync: why to stop, as in StopSignal.reason, and whether rank 0 failed to save."""
+
+    reason: int | None
+    save_failed: bool
+
+
+class StopRequested(Exception):
+    """Raised on every rank at the same point, where a loop other than the training loop must stop."""
+
+    def __init__(self, decision: StopDecision) -> None:
+        super().__init__("stop requested")
+        self.decision = decision
+
+
+class StopSync:
+    """Shares requests to stop. A request on any rank becomes the decision of all ranks."""
+
+    def __init__(self) -> None:
+        self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
+        self.restart()
+
+    def restart(self) -> None:
+        """Another loop begins: sync after its first step, since nothing is known about their duration."""
+        self.steps_left = self.interval = 1
+        self.since = time.perf_counter()
+
+    def maybe_sync(self) -> StopDecision | None:
+        """The decision of all ranks, or None to continue. Call on every rank, after the same step."""
+        self.steps_left -= 1
+        if self.steps_left > 0:
+            return None
+        step_s = (time.perf_counter() - self.since) / self.interval
+        # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
+        # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
+        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s]
+        everyone = torch.tensor(ours, dtype=torch.double)
+        dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+        reason, failed, step_s = everyone.tolist()
+        self.steps_left = self.interval = int(min(MAX_STEPS_BETWEEN_SYNCS, max(1.0, SYNC_INTERVAL_S / step_s)))
+        self.since = time.perf_counter()
+        return StopDecision(int(reason) or None, bool(failed)) if reason or failed else None

@@ -1,0 +1,92 @@
+"""launch(main, Config): read the command line, run main as one rank or as --nproc ranks, and exit with its code."""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from ddp.core.errors import UsageError, UserError
+from ddp.core.process_exit import REPORT_GRACE_S, exit_process, process_exit, translate_exception
+from ddp.core.rank_logs import console
+from ddp.core.run_config import CHECK_VARIABLE, RunConfig
+from ddp.core.stop_signal import stop_signal
+from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env
+from ddp.distributed.rendezvous import report_early_failure
+from ddp.entrypoint import preflight
+from ddp.entrypoint.spawn import spawn
+
+Main = Callable[[Any, RankEnv], None]  # with the Config of config.py
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # to report errors before the rank is known
+
+
+def launch(main: Main, config_class: type[RunConfig]) -> NoReturn:
+    """Run `main(config, rank_env)` as every rank that this command line asks for. Exits with the exit code."""
+    run_and_exit(lambda: run(preflight.check if CHECK_VARIABLE in os.environ else main, config_class.parse()))
+
+
+def run_and_exit(command: Callable[[], int]) -> NoReturn:
+    """Exit with the exit code that `command` returns; a UserError is printed as one line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    process_exit.start(int(rank) if rank.isdigit() else 0)
+    try:
+        code = command()
+    except UserError as error:
+        code = process_exit.handle_exception(error)
+    exit_process(code)
+
+
+def run(main: Main, config: RunConfig) -> int:
+    """Run `main` as the rank that a launcher has assigned, or as --nproc ranks. Returns the exit code."""
+    env = find_rank_env(config, os.environ)
+    if config.nproc is None:
+        has_parent = env.launcher in (Launcher.TORCHRUN, Launcher.MPIRUN)
+        return run_as_rank(main, config, env, parent=os.getppid() if has_parent else None)
+    if env != RankEnv():
+        raise UsageError(f"--nproc starts the processes itself, but {env.launcher.value} did already: remove --nproc")
+    return spawn(partial(run_as_rank, main, config), config.nproc, Path(config.output_dir))
+
+
+def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None = None) -> int:
+    """Run `main` as one rank. Returns the exit code. `parent`: the process id of a launcher that must stay alive."""
+    alone = env.launcher in (Launcher.NPROC, Launcher.TEST)  # no launcher ends the other ranks when one exits
+    process_exit.start(env.rank, report_grace_s=0 if alone else REPORT_GRACE_S)
+    process_exit.resolve_root_cause = lambda error: report_early_failure(error, env)
+    _set_up_logging(env.rank)
+    stop_signal.listen(parent)
+    try:
+        main(config, env)
+    except BaseException as error:
+        return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
+    return process_exit.succeed()
+
+
+def _set_up_logging(rank: int) -> None:
+    """One logger that every rank may call: rank 0 prints everything, the others warnings, with their rank."""
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system-wide semaphore, which a killed process leaves behind
+    handler = _ConsoleHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger = logging.getLogger("ddp")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Prints lines above a progress bar, if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(console(sys.stderr)):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the reader may be gone, as in `| head`: the run continues
+            super().handleError(record)

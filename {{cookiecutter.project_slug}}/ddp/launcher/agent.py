@@ -1,0 +1,140 @@
+"""The agent of one node, which launch_node.sh runs: it connects to the other nodes, runs workers, and restarts them.
+
+torchrun's own --max-restarts is not used: restarted workers read stale keys from its store (pytorch issue 135712).
+Instead all nodes end their workers and connect again, and main.py resumes from the newest checkpoint.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ddp.core.errors import QuitImmediately, Stopped, UserError, one_line, print_line
+from ddp.core.network import interface_of
+from ddp.core.rank_logs import LOG_DIR_VARIABLE
+from ddp.core.run_config import CHECK_VARIABLE, RunConfig, check_process_count
+from ddp.core.signals import SignalHandler, is_alive
+from ddp.core.status import correct_status, read_status
+from ddp.launcher.node_info import describe_node, print_table, visible_gpus
+from ddp.launcher.options import LaunchOptions
+from ddp.launcher.rendezvous_client import Endpoint
+from ddp.launcher.rendezvous_server import join_nodes
+from ddp.launcher.restart_policy import RestartBudget, RunResult
+from ddp.launcher.worker_group import WORKER_POLL_INTERVAL_S, WorkerGroup
+
+NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
+
+
+class StopRequests(SignalHandler):
+    """Signals that ask this node to stop. Between worker groups they raise Stopped."""
+
+    raise_with: str | None = None
+
+    def on_first(self) -> None:
+        if self.first is not None and self.raise_with is not None:
+            raise Stopped(f"stopped by {self.first.name} {self.raise_with}")
+
+    @contextmanager
+    def raising(self, message: str) -> Iterator[None]:
+        """Raise Stopped within the block: nothing runs that has to end in an orderly way."""
+        self.raise_with = message
+        try:
+            self.on_first()
+            yield
+        finally:
+            self.raise_with = None
+
+
+class NodeAgent:
+    """This node, through all restarts of one run."""
+
+    def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
+        self.requests = StopRequests()
+        self.requests.install()
+        self.options, self.config, self.main_options = options, config, main_options
+        options.nproc_per_node = options.nproc_per_node or visible_gpus() or 1
+        check_process_count("--nproc-per-node", options.nproc_per_node)
+        self.info = describe_node(options, config)
+        self.output_dir = Path(config.output_dir)
+
+    def run(self) -> int:
+        """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
+        budget = RestartBudget(self.options.max_restarts)
+        result = self._run_workers()
+        while result.restartable and self.requests.first is None:
+            saved = self._saved_step() if result.saved_step is None else result.saved_step
+            pause = budget.take(saved)
+            if pause is None:
+                break
+            start = "from the last checkpoint, if there is one" if saved is None else f"from step {saved:,}"
+            reason = "a process was lost" if result.reported else result.message
+            count = f"restart {budget.used} of {budget.limit}"
+            self._print(f"{reason} (exit code {result.exit_code}); starting again {start}, {count}, in {pause:g} s")
+            try:
+                with self.requests.raising("before the restart"):
+                    time.sleep(pause)
+                result = self._run_workers(restart=True)
+            except UserError as error:
+                self._correct_status(replace(result, exit_code=error.exit_code, message=one_line(error)))
+                raise
+        if not result.reported:
+            self._print(result.message)
+        self._correct_status(result)
+        return result.exit_code
+
+    def _print(self, line: str) -> None:
+        print_line(f"node {self.options.node_rank}: {line}" if self.options.nnodes > 1 else line)
+
+    def _run_workers(self, restart: bool = False) -> RunResult:
+        """Connect to the other nodes, run the workers, and wait until all of them are gone."""
+        variables = self._connect_nodes(restart)
+        if self.options.check:
+            variables[CHECK_VARIABLE] = "1"
+        elif not self.config.evaluate:
+            variables[LOG_DIR_VARIABLE] = os.path.abspath(self.output_dir / "logs")
+        requests = self.requests
+        with WorkerGroup(self.options, self.main_options, self.config.timeout, **variables) as group:
+            while not group.has_exited():
+                if requests.second is not None:
+                    group.kill()
+                    quit = QuitImmediately(requests.second)
+                    return RunResult(quit.exit_code, str(quit), reported=False, pids=group.pids())
+                if requests.first is not None and not group.stop_requested:
+                    group.stop(requests.first)
+                time.sleep(WORKER_POLL_INTERVAL_S)
+            return group.result()
+
+    def _connect_nodes(self, restart: bool) -> dict[str, str]:
+        """Wait until all nodes are ready. Returns the variables that follow from the network."""
+        options = self.options
+        if options.nnodes == 1:
+            if options.check:
+                self.info.add_network_facts("127.0.0.1")
+                print_table([self.info])
+            return {}
+        # The other nodes of a run that continues, or that this node was a part of, may notice late that it has ended.
+        late = restart or read_status(self.output_dir).get("state") == "running"
+        grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S) if late else options.start_grace
+        with self.requests.raising("before training began: nothing to save"):
+            address = join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart))
+        # By default gloo uses the interface of the host's name, which is often loopback. NCCL needs no help: it avoids
+        # loopback, prefers InfiniBand, and may use several interfaces, which one name would prevent.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+    # ---- the record of the run --------------------------------------------------------------------------------------
+
+    def _saved_step(self) -> int | None:
+        """The step of the last checkpoint, if this node has the output directory."""
+        saved = read_status(self.output_dir).get("saved")
+        return saved if isinstance(saved, int) else None
+
+    def _correct_status(self, result: RunResult) -> None:
+        """Record the end of a run whose rank 0 was killed: status.json would report it as running."""
+        if self.options.check or self.config.evaluate:
+            return  # the file belongs to another run
+        pid = read_status(self.output_dir).get("pid")
+        dead = [*result.pids, *([pid] if isinstance(pid, int) and not is_alive(pid) else [])]
+        correct_status(self.output_dir, dead, result.exit_code, result.message)

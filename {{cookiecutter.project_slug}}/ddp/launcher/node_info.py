@@ -1,0 +1,133 @@
+"""What a node tells node 0 about itself, and the table of all nodes that `launch_node.sh --check` prints."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ddp.core.network import interface_of
+from ddp.core.options import flag_of
+from ddp.core.run_config import RunConfig
+from ddp.core.source_hash import hash_source_files
+from ddp.launcher.options import LaunchOptions
+
+MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
+LOW_DISK_GB = 5.0
+NVIDIA_SMI_TIMEOUT_S = 60.0
+BASIC_OPTIONS = ("check", "nnodes", "nproc_per_node")  # where these differ, not even --check makes sense
+COLUMNS = ("node", "host", "address", "Python", "torch", "NCCL", "GPUs", "disk", "dataset", "clock", "code")
+
+
+@dataclass
+class NodeInfo:
+    """What a node tells node 0 about itself."""
+
+    node_rank: int
+    host: str
+    shared: dict[str, Any]  # must be equal on all nodes: options, versions, hashes of the source files
+    facts: dict[str, Any]  # for the table; empty without --check
+    address: str = ""  # as node 0 sees it
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "NodeInfo | None":
+        """None for anything that another program sends."""
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            sent = json.loads(line)
+            info = cls(sent["node_rank"], sent.get("host", "?"), sent["shared"], sent.get("facts", {}))
+            if isinstance(info.node_rank, int) and isinstance(info.shared, dict) and isinstance(info.facts, dict):
+                return info
+        return None
+
+    def add_network_facts(self, address: str) -> None:
+        """Add what only a connection shows: this node's own address there, and its clock."""
+        self.facts |= {"address": f"{address} {interface_of(address) or '?'}", "clock": time.time(), "offset": 0.0}
+
+
+def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
+    """This node."""
+    nccl = next((found for cuda in range(20, 10, -1) if (found := _version_of(f"nvidia-nccl-cu{cuda}")) != "-"), "-")
+    versions = {"torch": _version_of("torch"), "NCCL": nccl}  # NCCL: of the package that comes with torch
+    source, python = hash_source_files(), platform.python_version()
+    launch = {flag_of(name): getattr(options, name) for name in BASIC_OPTIONS}
+    shared = {**launch, **config.shared_options(), **versions, "Python": python.rpartition(".")[0], **source}
+    facts: dict[str, Any] = {}
+    if options.check:
+        gpus = ", ".join(f"{count} x {name}" for name, count in Counter(gpu_names()).items()) or "none"
+        code = hashlib.sha256(repr(sorted(source.items())).encode()).hexdigest()[:10]
+        facts = {**versions, "Python": python, "GPUs": gpus, "disk": _free_gb(Path(config.output_dir)), "code": code}
+        facts["dataset"] = config.data_status()
+    return NodeInfo(options.node_rank, platform.node(), shared, facts)
+
+
+def gpu_names() -> list[str]:
+    """The names of this machine's GPUs, from the driver."""
+    command = ["nvidia-smi", "--list-gpus"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)
+
+
+def visible_gpus() -> int:
+    """How many GPUs a process here can use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(gpu_names()) if visible is None else sum(bool(device) for device in visible.split(","))
+
+
+def _version_of(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "-"
+
+
+def _free_gb(folder: Path) -> float | None:
+    """Free space on the disk where `folder` is, or will be created."""
+    for existing in (folder.absolute(), *folder.absolute().parents):
+        with suppress(OSError):
+            return shutil.disk_usage(existing).free / 1e9
+    return None
+
+
+def print_table(nodes: Sequence[NodeInfo]) -> None:
+    """Print one line per node, and what is unusual about them."""
+    rows = [COLUMNS, *(_row(node) for node in nodes)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    warnings = [f"warning: {line}" for node in nodes for line in _warnings(nodes[0], node)]
+    print(*lines, *warnings, sep="\n", flush=True)
+
+
+def _row(node: NodeInfo) -> tuple[str, ...]:
+    disk = node.facts.get("disk")
+    cells = {"node": node.node_rank, "host": node.host, **node.facts}
+    cells["disk"] = f"{disk:,.0f} GB free" if disk is not None else "?"
+    cells["clock"] = f"{round(node.facts['offset'], 2) + 0.0:+.2f} s" if node.node_rank else "0"
+    return tuple(str(cells.get(column, "?")) for column in COLUMNS)  # another version may lack some
+
+
+def _warnings(first: NodeInfo, node: NodeInfo) -> list[str]:
+    """Differences from node 0, and limits, that are allowed but rarely intended."""
+    found, offset, disk = [], node.facts["offset"], node.facts.get("disk")
+    gpus, others = first.facts.get("GPUs"), node.facts.get("GPUs")
+    if gpus != others:
+        found.append(f"{first.host} has {gpus}, {node.host} has {others}: the slowest decides")
+    if abs(offset) > MAX_CLOCK_OFFSET_S:
+        found.append(f"the clock of {node.host} is {offset:+.0f} s off that of {first.host}")
+    if disk is not None and disk < LOW_DISK_GB:
+        found.append(f"{node.host} has only {disk:.1f} GB of disk left for --output-dir")
+    return found

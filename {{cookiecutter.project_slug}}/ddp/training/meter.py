@@ -1,0 +1,113 @@
+"""Totals of metrics over batches and ranks, and the speed of the training."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp.core.errors import Diverged
+from ddp.distributed.process_group import DistContext
+
+Totals = dict[str, torch.Tensor]
+MAX_PENDING_NUMBERS = 200  # numbers that wait to be added, on the device: 64 batches of a loss, a count and a metric
+
+
+class Meter:
+    """Adds up a task's batch_totals over batches, on the device, and over ranks when asked."""
+
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx = ctx
+        self.pending: list[dict[str, Any]] = []  # batches that are not added yet; on the device
+        self.pending_numbers = 0  # a confusion matrix holds many
+        self.local: Totals = {}  # not reduced yet; on the device
+        self.total: Totals = {}  # over all ranks; on the host, and the same on every rank
+        self.zeros: Totals = {}  # what there is to add
+
+    def add(self, batch_totals: Mapping[str, Any]) -> None:
+        """Add the totals of one batch: numbers or tensors. Does not synchronise with the device."""
+        # A graph would keep the memory of every step that is not added yet.
+        freed = {name: value.detach() for name, value in batch_totals.items() if getattr(value, "requires_grad", False)}
+        self.pending.append({**batch_totals, **freed})
+        self.pending_numbers += sum(getattr(value, "numel", lambda: 1)() for value in batch_totals.values())
+        if self.pending_numbers >= MAX_PENDING_NUMBERS:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
+        batches, self.pending, self.pending_numbers = self.pending, [], 0
+        for name in dict.fromkeys(name for batch in batches for name in batch):
+            values = [batch[name] for batch in batches if name in batch]
+            if isinstance(values[0], torch.Tensor):
+                total = torch.stack(values).double().sum(0)
+            else:
+                total = torch.tensor(sum(values), dtype=torch.double)
+            self.local[name] = self.local[name] + total if name in self.local else total
+
+    def reduce(self) -> Totals:
+        """The totals so far, over all ranks. Raises Diverged if the loss is not finite. Call on every rank."""
+        self._add_pending()
+        local = {name: value.cpu() for name, value in self.local.items()}
+        if not self.zeros:  # a rank without a batch learns from rank 0 what there is to add
+            self.zeros = self.ctx.on_main(lambda: {name: torch.zeros_like(value) for name, value in local.items()})
+        if unknown := sorted(local.keys() - self.zeros.keys()):
+            raise KeyError(f"batch_totals: {unknown} were missing in the first batches")
+        flat = self.ctx.sum(torch.cat([local.get(name, zero).flatten() for name, zero in self.zeros.items()]))
+        parts = flat.split([zero.numel() for zero in self.zeros.values()])
+        for (name, zero), part in zip(self.zeros.items(), parts, strict=True):
+            self.total[name] = self.total.get(name, zero) + part.reshape(zero.shape)
+        self.local = {}
+        if not math.isfinite(self.total["loss"].item()):
+            remedy = "start again in another --output-dir with a lower --lr, a longer --warmup-epochs or --clip-grad"
+            raise Diverged(f"the loss is no longer finite: {remedy}")
+        return self.total
+
+    def take(self) -> Totals:
+        """`reduce`, and restart from zero. Call on every rank."""
+        total, self.total = self.reduce(), {}
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals since the last logged step. Call on every rank."""
+        return {"total": dict(self.reduce()) if self.pending or self.local else dict(self.total)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = dict(state["total"])
+
+
+@dataclass
+class Throughput:
+    """The speed of the training since `step`, when the loader had waited `wait_s`; without evaluation and saving."""
+
+    step: int = 0
+    wait_s: float = 0.0
+    start: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block does not count."""
+        start = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - start
+
+    def rates(self, step: int, wait_s: float, global_batch: int) -> dict[str, float]:
+        """Samples/s of all ranks, ms per step, and ms of it spent waiting for data."""
+        steps, elapsed = step - self.step, time.perf_counter() - self.start
+        return {
+            "samples_per_s": round(steps * global_batch / elapsed, 1),
+            "step_ms": round(1000 * elapsed / steps, 3),
+            "data_ms": round(1000 * (wait_s - self.wait_s) / steps, 3),
+        }
+
+
+def memory_mb(device: torch.device) -> float:
+    """The peak memory of this process in megabytes: of its GPU, or of the host if it has none."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)

@@ -1,0 +1,104 @@
+"""Where metrics are shown: metrics.jsonl, TensorBoard, and the progress bar."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ddp.core.files import atomic_write, storage_errors
+from ddp.core.rank_logs import console
+
+
+class NullLogger:
+    """Accepts every call and does nothing. All ranks but 0 have one as their logger, so no code tests the rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class MetricLogger:
+    """Writes metrics, on rank 0. Deletes lines after `last_step`, which a killed run wrote: they will come again."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        self.folder, self.last_step = folder, last_step
+        self.path = folder / "metrics.jsonl"
+        self.last_eval_step = _truncate_after(self.path, last_step)
+        self.file = self.path.open("a", buffering=1)
+        self.tensorboard: Any = NullLogger()  # until the first line
+        self.bar: Any = NullLogger()
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Write one line to metrics.jsonl, and its numbers to TensorBoard."""
+        if split == "test" and step == self.last_eval_step:
+            return  # resumed where the epoch has no step left for more processes: this evaluation is already logged
+        if not self.tensorboard:  # not earlier: the import alone takes as long as many steps
+            from torch.utils.tensorboard import SummaryWriter
+
+            threading.excepthook = _ignore_tensorboard_thread
+            self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.last_step + 1)
+        self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+        for name, value in values.items():
+            if name != "epoch":
+                self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+    def open_bar(self, title: str, steps: int, left: int) -> None:
+        """Show a progress bar, on a terminal."""
+        if sys.stderr.isatty():
+            options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
+            self.bar = tqdm(total=steps, initial=steps - left, desc=title, **options)
+
+    def flush(self) -> None:
+        self.file.flush()
+        self.tensorboard.flush()
+
+    def sync(self) -> None:
+        """Make what was flushed survive a power cut. Raises StorageError."""
+        with storage_errors(self.folder):
+            for path in (self.path, *self.folder.glob("tensorboard/events*")):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.bar.close()
+        self.flush()
+        self.file.close()
+        self.tensorboard.close()
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """`loss 1.2345  accuracy 0.5678`: four decimals, or scientific notation for what is very small."""
+    formats = {name: ".1e" if 0 < abs(value) < 1e-3 else ".4f" for name, value in values.items()}
+    return "  ".join(f"{name} {value:{formats[name]}}" for name, value in values.items())
+
+
+def _ignore_tensorboard_thread(arguments: threading.ExceptHookArgs) -> None:
+    """On a full disk TensorBoard's thread raises; its next call in the main thread raises the same error again."""
+    from_tensorboard = type(arguments.thread).__module__.startswith("tensorboard.")
+    if not (from_tensorboard and isinstance(arguments.exc_value, OSError)):
+        threading.__excepthook__(arguments)
+
+
+def _truncate_after(path: Path, last_step: int) -> int | None:
+    """Delete the lines of `path` that are later than `last_step`, or incomplete. Returns the last evaluation's step."""
+    kept, last_eval_step = [], None
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a kill cut it off
+            values = json.loads(line)
+            if values["step"] <= last_step:
+                kept.append(line + "\n")
+                last_eval_step = values["step"] if values["split"] == "test" else last_eval_step
+    with atomic_write(path, "w") as file:
+        file.writelines(kept)
+    return last_eval_step

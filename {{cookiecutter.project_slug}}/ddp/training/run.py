@@ -1,0 +1,310 @@
+"""A training run: its progress, what it logs, when it saves and stops, and how it ends.
+
+OUTPUT_DIR/config.json      options, versions, git commit      OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt   the newest few
+OUTPUT_DIR/status.json      progress, or how the run ended     OUTPUT_DIR/best.pt                        the best one
+OUTPUT_DIR/metrics.jsonl    one line per logged step           OUTPUT_DIR/tensorboard/                   as curves
+"""
+
+import logging
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
+
+from ddp.checkpoint.manager import CheckpointManager
+from ddp.core.errors import Diverged, ExitCode, PeerLost, Stopped, UsageError, exit_code_of, one_line
+from ddp.core.files import storage_errors
+from ddp.core.process_exit import process_exit
+from ddp.core.run_config import RunConfig
+from ddp.core.source_hash import hash_source_files
+from ddp.core.status import write_status
+from ddp.core.stop_signal import stop_error, stop_signal
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.distributed.process_group import DistContext, plural
+from ddp.distributed.seeds import seed_rank
+from ddp.distributed.stop_sync import StopDecision, StopRequested
+from ddp.training.meter import Throughput, memory_mb
+from ddp.training.metric_logger import MetricLogger, NullLogger, format_metrics
+from ddp.training.output_dir import OutputDir
+from ddp.training.profiler import Profiler
+from ddp.training.wrapping import model_name
+
+log = logging.getLogger(__name__)
+STATUS_INTERVAL_S = 1.0
+LAST_SAVE_TIMEOUT_S = 25.0  # torchrun kills the other processes 30 s after one failed
+
+
+class Run:
+    """One training run. Call each method on every rank, unless its docstring has another rule."""
+
+    def __init__(self, config: RunConfig, ctx: DistContext) -> None:
+        self.config, self.ctx = config, ctx
+        self.output_dir = OutputDir(config)
+        self.checkpoints = CheckpointManager(config, ctx, self._on_saved)
+        self.state = self.checkpoints.train_state
+        self.logger: Any = NullLogger()
+        self.profiler: Any = NullLogger()
+        self.throughput = Throughput()
+        self.max_steps = config.max_steps or sys.maxsize
+        self.stop_reason: int = signal.SIGTERM  # on which all ranks agree
+        self.started = time.perf_counter()
+        self.status_written = 0.0  # when status.json was last written
+
+    # ---- resuming and saving ----------------------------------------------------------------------------------------
+
+    def resume(self, train_loader: TrainLoader, **state: Any) -> None:
+        """Load `state` from the checkpoint that --resume asks for, if there is one; save it from then on.
+
+        Each part of `state` has state_dict() and load_state_dict(). From now on a request to stop waits for the end of
+        a step. Raises CheckpointError if no checkpoint can be used, or if it belongs to another model or other options.
+        """
+        self.train_loader, self.schedule = train_loader, state["schedule"]
+        seed_rank(self.config.seed, self.ctx.rank)
+        self.resumed_from = self.checkpoints.resume(train_loader, state)
+        if not self.config.evaluate:
+            self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
+            self.ctx.on_main(self._open_logs)
+        elif self.resumed_from is None:
+            where = self.output_dir.checkpoints
+            raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
+        stop_signal.defer_to_step_end = True
+
+    def _open_logs(self) -> None:
+        """On rank 0, once it is clear that this run may use the directory: a refused one must not change it."""
+        with storage_errors(self.output_dir.path / "config.json"):
+            self.output_dir.write_config()
+            self._write_status("running")
+            self.logger = MetricLogger(self.output_dir.path, self.state.step)
+        if self.config.profile:
+            self.profiler = Profiler(self.output_dir.path / "profile", self.ctx.device)
+
+    def save(self) -> None:
+        """Write a checkpoint of everything passed to `resume`; and best.pt, if this step's evaluation was the best."""
+        with self.throughput.paused():
+            self._log(self.logger.flush, status=True)
+            self.checkpoints.save(self.logger.sync)  # no checkpoint is on disk without the lines that led to it
+
+    def _on_saved(self, step: int) -> None:
+        process_exit.record_saved(step)  # for the launcher
+        if self.ctx.rank == 0:
+            self.ctx.monitor.share_saved(step)  # for the other ranks
+
+    # ---- stopping ---------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask all ranks to save and stop, like SIGTERM: within a second, at the end of a step. One rank is enough."""
+        stop_signal.mark_requested(signal.SIGTERM)
+
+    def should_stop(self, decision: StopDecision | None = None) -> bool:
+        """Whether any rank was asked to stop, or agreed on `decision`: all ranks get the same answer, twice a second.
+
+        Raises on every rank if the last checkpoint could not be written.
+        """
+        decision = decision or self.ctx.stop_sync.maybe_sync()
+        if decision is None:
+            return False
+        if decision.save_failed:
+            self.checkpoints.wait()  # raises the error of rank 0
+        if decision.reason is not None:
+            stop_signal.mark_requested(decision.reason)
+            self.stop_reason = decision.reason  # this rank alone may have another one
+        return decision.reason is not None
+
+    def stop(self) -> NoReturn:
+        """Save, and raise Stopped (or PeerLost, if the launcher is gone) on every rank."""
+        detail = "while nothing was being trained"
+        if not self.config.evaluate:
+            if self.checkpoints.last_step != self.state.step:
+                self.save()
+            self.checkpoints.wait()
+            detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
+        error = stop_error(self.stop_reason, detail)
+        error.on_every_rank = True
+        process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
+        raise error from None
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def log_summary(self, model: torch.nn.Module, eval_loader: EvalLoader) -> None:
+        """Print what is about to run."""
+        config, loader, state = self.config, self.train_loader, self.state
+        weights = sum(tensor.numel() for tensor in model.parameters())
+        log.info(f"{model_name(model, config)}, {weights:,} weights")
+        log.info(f"{loader.name}: {loader.length:,} training samples, {eval_loader.length:,} test samples")
+        processes = plural(self.ctx.world_size, "process", "es")
+        launcher = f" ({self.ctx.launcher.value})" if self.ctx.world_size > 1 else ""
+        log.info(f"{processes}{launcher} on {self.ctx.device.type}, {self.ctx.backend}, {config.precision}")
+        left = loader.sampler.steps_left(state.samples_consumed)
+        left += (config.epochs - state.epoch - 1) * loader.steps_per_epoch
+        self.total_steps = state.step + max(0, left)  # earlier steps may have had another global batch
+        if config.evaluate:
+            log.info(f"evaluating {self.resumed_from}, of step {state.step:,}")
+            return
+        passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
+        batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
+        log.info(f"{batch}; {loader.steps_per_epoch:,} steps per epoch; learning rate {self.schedule.peak:.4g}")
+        epoch = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
+        where = epoch if state.samples_consumed else f"the end of epoch {state.epoch}"
+        resuming = f"resuming from {self.resumed_from}, at step {state.step:,}, {where}"
+        log.info(resuming if self.resumed_from else f"a new run, in {config.output_dir}")
+        if self.finished():
+            log.info("already done; to train longer, raise --epochs or --max-steps; or choose another --output-dir")
+
+    def finished(self) -> bool:
+        """Whether there is nothing left to train or to evaluate."""
+        enough = self.state.step >= self.max_steps and self.state.evaluated_step == self.state.step
+        return enough or self.state.epoch >= self.config.epochs
+
+    def steps(self) -> Iterator[Any]:
+        """The steps that are left of this epoch, up to --max-steps, each as its batches."""
+        state, loader = self.state, self.train_loader
+        left_in_epoch = loader.sampler.steps_left(state.samples_consumed)
+        left = min(left_in_epoch, self.max_steps - state.step)
+        self.completes_epoch = left == left_in_epoch
+        self.last_step = state.step + left
+        self.logger.open_bar(f"epoch {state.epoch + 1}/{self.config.epochs}", loader.steps_per_epoch, left_in_epoch)
+        self.throughput = Throughput(state.step, loader.wait_s)
+        self.ctx.stop_sync.restart()
+        yield from islice(loader.steps(state.epoch, state.samples_consumed), max(0, left))
+        self.logger.bar.close()
+
+    def epoch_progress(self) -> float:
+        """The epochs done in the middle of the coming step: what the learning rate follows."""
+        middle = self.state.samples_consumed + self.train_loader.global_batch / 2
+        return self.state.epoch + middle / self.train_loader.length
+
+    def advance(self) -> None:
+        """Count one optimizer step."""
+        self.state.step += 1
+        self.state.samples_consumed += self.train_loader.global_batch
+        process_exit.step = self.state.step
+        self.logger.bar.update()
+        self.profiler.step()
+
+    def should_log(self) -> bool:
+        """Every --log-every steps, and at the end of an epoch, so that a line covers one epoch only."""
+        at_end = self.state.step == self.last_step and self.completes_epoch
+        return self.state.step % self.config.log_every == 0 or at_end
+
+    def should_save(self) -> bool:
+        """Every --checkpoint-every steps, except at the end of an epoch, which saves after its evaluation."""
+        every = self.config.checkpoint_every
+        return every is not None and self.state.step % every == 0 and self.state.step != self.last_step
+
+    def log_train(self, metrics: Mapping[str, float], lr: float) -> None:
+        """Log the steps since the last logged one: on the console, in metrics.jsonl, in TensorBoard."""
+        step, epoch, loader = self.state.step, self.state.epoch + 1, self.train_loader
+        rates = self.throughput.rates(step, loader.wait_s, loader.global_batch)
+        self.throughput = Throughput(step, loader.wait_s)
+        values = {"epoch": epoch, **metrics, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
+        with self.throughput.paused():  # the first line imports TensorBoard
+            self._log(self.logger.write, step, "train", values)
+        speed = f"{rates['samples_per_s']:,.0f} samples/s"
+        log.info(f"{self._where(epoch)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
+
+    def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
+        """Log an evaluation."""
+        state = self.state
+        epoch = state.epoch + (state.samples_consumed > 0)
+        values = {"epoch": epoch, **metrics, "count": eval_loader.length}
+        self._log(self.logger.write, state.step, "test", values)
+        best = "  (best so far)" if state.best_step == state.step and not self.config.evaluate else ""
+        log.info(f"{self._where(epoch)}  test   {format_metrics(metrics)}{best}")
+
+    def end_epoch(self, metrics: Mapping[str, float], value: float, eval_loader: EvalLoader) -> None:
+        """After the evaluation at the end of an epoch or of --max-steps: log and save. `value`: higher is better."""
+        state = self.state
+        if state.best is None or math.isnan(state.best) or value > state.best:  # any number is better than a first NaN
+            state.best, state.best_step = float(value), state.step
+            state.best_metrics = {name: float(metric) for name, metric in metrics.items()}
+        self.log_eval(metrics, eval_loader)
+        state.evaluated_step = state.step
+        if self.completes_epoch:
+            state.epoch, state.samples_consumed = state.epoch + 1, 0
+        self.save()
+
+    def _log(self, write: Callable[..., None], *arguments: Any, status: bool = False) -> None:
+        """Write to the logs, and to status.json if `status` or if it is old. Rank 0 may fail alone; others learn it."""
+        if self.logger:
+            with storage_errors(self.output_dir.path / "metrics.jsonl"):
+                write(*arguments)
+                if status or time.monotonic() - self.status_written > STATUS_INTERVAL_S:
+                    self.status_written = time.monotonic()
+                    self._write_status("running")
+
+    def _where(self, epoch: int) -> str:
+        if self.config.evaluate:  # its own options do not know how long the training was to be
+            return f"epoch {epoch}  step {self.state.step:,}"
+        epochs, steps = str(self.config.epochs), f"{self.total_steps:,}"
+        return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {self.state.step:>{len(steps)},}/{steps}"
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Record that the run is complete. Call on rank 0 only."""
+        if not self.logger:  # nothing was trained
+            return
+        state, path = self.state, self.output_dir.path
+        with storage_errors(path):
+            self.profiler.close()
+            self.logger.close()
+            self._write_status("done", 0)
+        if state.best is not None:  # otherwise: a finished run's checkpoint, in a new directory
+            best = f"best at step {state.best_step:,}: {format_metrics(state.best_metrics)}"
+            log.info(f"done in {time.perf_counter() - self.started:,.0f} s; {best}")
+            log.info(f"  best weights  {path / 'best.pt'}")
+            log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
+
+    def record_failure(self, error: BaseException) -> None:
+        """Add to `error` what the user needs to know of the run, and record it in status.json. Not a collective."""
+        if not isinstance(error, Stopped):  # a checkpoint in flight holds a good state, whatever has happened since
+            self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
+        if isinstance(error, Diverged):
+            last = next(iter(self.checkpoints.directory.paths()), "none")
+            error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
+        if isinstance(error, PeerLost) and not error.on_every_rank:
+            process_exit.saved_step = saved = self.ctx.monitor.saved_step()
+            resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
+            error.args = (f"{error}; {resumable}: start all ranks again with the same command",)
+        if self.logger:
+            with suppress(Exception):  # a full disk, for example, must not hide the first error
+                self._write_status("failed", exit_code_of(error), one_line(error))
+                self.logger.close()
+
+    def on_hard_exit(self, code: int, message: str) -> None:
+        """The process exits now, from a thread."""
+        if code < 128:
+            self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
+        if self.logger:
+            self._write_status("failed", code, message)
+
+    def _write_status(self, state: str, exit_code: int | None = None, message: str = "") -> None:
+        state = "stopped" if exit_code == ExitCode.STOPPED else state
+        progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
+        write_status(self.output_dir.path, state=state, exit_code=exit_code, **progress, message=message)
+
+
+@contextmanager
+def open_run(config: RunConfig, ctx: DistContext) -> Iterator[Run]:
+    """Open --output-dir for one run, and record how it ends. Call on every rank."""
+    ctx.check_same({**config.shared_options(), **hash_source_files()})
+    run = Run(config, ctx)
+    if not config.evaluate:
+        ctx.on_main(run.output_dir.open)
+    process_exit.on_hard_exit = run.on_hard_exit
+    ctx.on_failure.append(run.record_failure)
+    try:
+        yield run
+    except StopRequested as request:  # in an evaluation; the training loop calls run.should_stop itself
+        if not run.should_stop(request.decision):
+            raise
+        run.stop()
+    run.checkpoints.wait()
+    ctx.on_main(run.close)

@@ -1,0 +1,44 @@
+"""The learning rate: linear scaling with the global batch, warm-up, then cosine or constant.
+
+It follows epochs and not steps, so that another number of processes keeps its shape.
+Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, https://arxiv.org/abs/1706.02677.
+Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
+
+
+class Schedule:
+    """Sets the learning rate of `optimizer` from --lr, --lr-schedule, --warmup-epochs, --epochs and --scale-lr."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Any, global_batch: int) -> None:
+        self.optimizer, self.config, self.lr = optimizer, config, 0.0
+        self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
+        self.ratios = [group["lr"] / config.lr for group in optimizer.param_groups]  # groups may have their own rates
+
+    def set(self, epochs_done: float) -> None:
+        """Set the learning rate for a step whose middle is at `epochs_done`, in epochs from the start of the run."""
+        self.lr = self.peak * self._fraction(epochs_done)
+        for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
+            group["lr"] = self.lr * ratio
+
+    def _fraction(self, epochs_done: float) -> float:
+        warmup = self.config.warmup_epochs
+        if epochs_done < warmup:
+            return epochs_done / warmup
+        if self.config.lr_schedule == "constant":
+            return 1.0
+        done = (epochs_done - warmup) / max(self.config.epochs - warmup, 1e-9)
+        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For readers of a checkpoint: the schedule itself follows from the options and the progress."""
+        return {"lr": self.lr, "peak_lr": self.peak}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lr = state["lr"]

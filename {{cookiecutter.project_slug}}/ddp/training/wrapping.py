@@ -1,0 +1,120 @@
+"""Turn a model into one that trains on many processes: DDP, precision, gradient accumulation and compression."""
+
+import os
+import shutil
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp.core.errors import SetupError, UsageError
+from ddp.core.run_config import RunConfig
+from ddp.distributed.process_group import DistContext
+
+POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
+
+
+def check_model(config: RunConfig, model: torch.nn.Module) -> None:
+    """Refuse options that this model or this machine does not support, before any rank waits for another."""
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    if config.sync_bn and not gpu:
+        raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
+    if config.sync_bn and not batch_norm:
+        raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
+    if config.comm_hook == "powersgd" and not gpu and torch.cuda.is_available():  # torch's hook would wait for a GPU
+        raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
+    if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
+    if config.compile and not gpu and not shutil.which(os.environ.get("CXX", "g++")):
+        raise SetupError("--compile needs a C++ compiler on the CPU: install g++, or remove --compile")
+
+
+def model_name(model: torch.nn.Module, config: RunConfig) -> str:
+    """--model if it was given; otherwise the class, since the owner may have replaced the default model."""
+    given, default = (getattr(options, "model", None) for options in (config, type(config)))
+    return type(model).__name__ if given in (None, default) else given
+
+
+def make_deterministic() -> None:
+    """Only deterministic algorithms; an operation that has none raises. See torch.use_deterministic_algorithms."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> DistributedDataParallel:
+    """`model` for training: backward averages gradients over the ranks. Call on every rank.
+
+    The weights stay those of `model`, which remains the one to evaluate and save.
+    """
+    if config.sync_bn:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: it replaces layers and keeps their weights
+    if config.compile:
+        model.compile()  # in place: it keeps the names of the weights
+    # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
+    # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    ddp_model = DistributedDataParallel(
+        model,
+        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=config.deterministic,
+    )
+    if not config.deterministic:
+        _report_unused_weights(ddp_model, model)
+    if config.comm_hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
+        ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
+    elif config.comm_hook != "none":
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        ddp_model.register_comm_hook(None, hooks[config.comm_hook])
+    return ddp_model
+
+
+def _report_unused_weights(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Let the second step raise UsageError if weights got no gradient in the first: DDP would not name them."""
+    missing = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    handles = [
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: missing.pop(name, None))
+        for name, weight in missing.items()
+    ]
+    averaged = False  # whether the previous pass was the last one of its step
+
+    def check(*_: Any) -> None:
+        nonlocal averaged
+        if not averaged:
+            averaged = ddp_model.require_backward_grad_sync
+            return
+        for handle in handles:
+            handle.remove()
+        if missing:
+            remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
+            rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
+            raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}; {rare}")
+
+    handles.append(ddp_model.register_forward_pre_hook(check))
+
+
+def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PowerSGD, one bucket after the other: gloo matches messages by their order."""
+    # Each bucket sends three, partly from gloo's threads: the order of several buckets would differ between ranks.
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
+def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
+    """The number format of --precision."""
+    if config.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(ctx.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
+
+
+def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
+    """All-reduce only in the last pass of a step. Forward and backward belong inside."""
+    return nullcontext() if last else ddp_model.no_sync()
