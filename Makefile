@@ -1,4 +1,4 @@
-# make demo: see it run.   make test: all tests.   make check: what to run while editing.   make bench: how fast it is.
+# make demo: train a rendered project.  make test: all tests.  make check: lint, types, fast tests.  make bench: speed.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,13 +6,13 @@ BENCH_VENV ?= build/bench-venv
 BIN := $(VENV)/bin
 TEMPLATE := {{cookiecutter.project_slug}}
 export PATH := $(abspath $(BIN)):$(PATH)
-# Caches stay out of the template folder: whatever lies there is copied into every project rendered from it.
+# Keep caches out of the template folder: cookiecutter copies every file there into the projects that it renders.
 export PYTHONPYCACHEPREFIX := $(abspath build)/pycache
 export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-# Half of the time a test waits for something. Whole files, since those share what they have rendered or started.
+# Tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
 IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test own-tests check lint types bench
@@ -24,26 +24,28 @@ test: $(VENV)/ready
 	$(MAKE) --no-print-directory --jobs --output-sync lint types own-tests
 	$(PYTEST) tests $(IN_PARALLEL)
 
-# Those that every generated project has.
+# The tests that every generated project has.
 own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
 check: lint types
 	$(PYTEST) tests -m 'not slow' $(IN_PARALLEL)
 
-# In an environment of its own, which holds the others that it is compared with. ARGS='--help' says what there is.
+# Has its own environment, which also contains the projects to compare with. ARGS='--help' lists the options.
 bench: $(BENCH_VENV)/ready
 	$(BENCH_VENV)/bin/python benchmarks/training.py $(ARGS)
 
+# import-linter checks that imports between the rooms of ddp/ run one way: tool.importlinter in pyproject.toml.
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck '$(TEMPLATE)'/launch_node.sh '$(TEMPLATE)'/launch/{ssh.sh,slurm.sbatch} .ci/run
+	cd '$(TEMPLATE)' && lint-imports --config '$(CURDIR)/pyproject.toml' --cache-dir '$(abspath build)/import-linter'
 
 types: $(VENV)/ready
 	cd '$(TEMPLATE)' && mypy --config-file '$(CURDIR)/pyproject.toml' .
 
-# The environments: plain torch from PyPI, and what pyproject.toml's groups "dev" and "bench" name.
+# The environments: torch from PyPI, and the other packages of the groups "dev" and "bench" in pyproject.toml.
 $(VENV)/ready: GROUP := dev
 $(BENCH_VENV)/ready: GROUP := bench
 $(VENV)/ready $(BENCH_VENV)/ready: pyproject.toml

@@ -1,11 +1,24 @@
-"""Make the shell scripts executable, and print what to type next.
+"""Remove the launch scripts that were not chosen, make the shell scripts executable, and print the next commands.
 
-The output is complete without this hook (`--accept-hooks no`). It prints ASCII only: a console may know no more.
+Without this hook (`--accept-hooks no`) the project is complete: it has all launch scripts. The hook prints ASCII only,
+because some consoles cannot encode anything else.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+LAUNCHERS = "{{ cookiecutter.launchers|slugify }}"
+
+# File -> the values of LAUNCHERS that keep it.
+KEPT_FOR = {
+    "launch/ssh.sh": ("all",),
+    "ddp/launcher/ssh.py": ("all",),
+    "ddp/launcher/host_file.py": ("all",),
+    "launch/slurm.sbatch": ("all", "slurm"),
+    "launch/kubernetes.yaml": ("all", "kubernetes"),
+}
 
 NEXT = """
 Your project is ready. Next:
@@ -16,8 +29,14 @@ Your project is ready. Next:
     tensorboard --logdir runs
 """
 
+for name, kept_for in KEPT_FOR.items():
+    if LAUNCHERS not in kept_for:
+        Path(name).unlink(missing_ok=True)
+with suppress(OSError):  # the folder is not empty
+    Path("launch").rmdir()
+
 for script in Path().rglob("*.sh"):
     mode = script.stat().st_mode
-    script.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it: a zip file has lost these bits
+    script.chmod(mode | (mode & 0o444) >> 2)  # a zip file loses the run bits: set one for each read bit
 
 print(NEXT)

@@ -1,10 +1,10 @@
-"""Refuse a project slug that cannot work, with one line on stderr, before a file is written.
+"""Refuse a project slug that cannot work. Print one line on stderr before any file is written.
 
-Cookiecutter removes the folder that it made, and adds on stdout "Stopping generation because ...", a traceback and
-"Hook script failed": a hook cannot keep it from that.
+Cookiecutter then removes the folder that it created. On stdout it adds "Stopping generation because ...", a traceback
+and "Hook script failed". A hook cannot prevent that.
 
-Cookiecutter fills in the braces below. Only the slug is put into this code, and only in its normal form (a to z, 0 to 9
-and hyphens): the other answers may hold quotes and backslashes.
+Cookiecutter replaces the braces below. Only the slug is put into this code, and only in its normal form (a-z, 0-9 and
+hyphens), because the other answers may contain quotes and backslashes.
 """
 
 from __future__ import annotations
@@ -14,31 +14,37 @@ import sys
 SLUG = "{{ cookiecutter.project_slug|slugify }}"
 NORMAL = "{{ cookiecutter.project_slug == cookiecutter.project_slug|slugify }}" == "True"
 
-LONGEST = 100  # a name of a file may have 255 bytes, and a whole path on Windows 260 characters
-NAMELESS = "unnamed"  # what cookiecutter.json puts in the place of an empty slug
+MAX_LENGTH = 100  # a file name may have 255 bytes, and a full path on Windows 260 characters
+EMPTY = "unnamed"  # cookiecutter.json replaces an empty slug by this
 
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10)}
 
-# What `pip install -e .` brings, and what does the installing. A project of the same name would take its place.
+# The packages that `pip install -e '.[dev,plot]'` installs, and the installers. pip would replace a package by a
+# project of the same name.
 PACKAGES = """
-    absl-py colorama exceptiongroup filelock fsspec grpcio iniconfig jinja2 markdown markupsafe mpmath networkx numpy
-    packaging pillow pip pluggy protobuf pygments pytest ruff setuptools six sympy tensorboard tensorboard-data-server
-    tomli torch torchvision tqdm triton typing-extensions uv werkzeug wheel
+    absl-py colorama contourpy cuda-bindings cuda-pathfinder cuda-toolkit cycler exceptiongroup filelock fonttools
+    fsspec grpcio iniconfig jinja2 kiwisolver markdown markupsafe matplotlib mpmath networkx numpy nvidia-cublas
+    nvidia-cuda-cccl nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu12 nvidia-cudnn-cu13
+    nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu12
+    nvidia-cusparselt-cu13 nvidia-nccl-cu12 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu12 nvidia-nvshmem-cu13
+    nvidia-nvtx packaging pillow pip pluggy protobuf psutil pygments pyparsing pytest python-dateutil ruff setuptools
+    six sympy tensorboard tensorboard-data-server tomli torch torchvision tqdm triton typing-extensions tzdata uv
+    werkzeug wheel
 """
 
 
 def refusal() -> str | None:
     """Why this slug cannot be used, and what to type instead."""
-    if SLUG == NAMELESS:
-        return "The project slug has no letter from a to z and no digit: type one that has, such as my-ddp-project"
-    if len(SLUG) > LONGEST:
-        return f"The project slug is longer than {LONGEST} characters: type a shorter one, such as my-ddp-project"
+    if SLUG == EMPTY:
+        return "The project slug has no letter from a to z and no digit; type one that has, such as my-ddp-project"
+    if len(SLUG) > MAX_LENGTH:
+        return f"The project slug is longer than {MAX_LENGTH} characters; type a shorter one, such as my-ddp-project"
     if SLUG in PACKAGES.split():
-        return f"The project slug '{SLUG}' is a package that the project needs: type another, such as {SLUG}-training"
+        return f"The project slug '{SLUG}' is a package that the project needs; type another, such as {SLUG}-training"
     if SLUG in WINDOWS_DEVICES:
-        return f"The project slug '{SLUG}' is a device on Windows, not a folder: type another, such as {SLUG}-training"
-    if not NORMAL:  # only a replay file that somebody edited comes so far
-        return f"The project slug in the replay file holds more than a to z, 0 to 9 and hyphens: write '{SLUG}' there"
+        return f"The project slug '{SLUG}' is a device name on Windows; type another, such as {SLUG}-training"
+    if not NORMAL:  # only an edited replay file gets here
+        return f"The project slug in the replay file must contain only a-z, 0-9 and hyphens; write '{SLUG}' there"
     return None
 
 
