@@ -1,4 +1,4 @@
-"""Lays an example over a rendered project: python examples/apply.py NAME PROJECT."""
+"""Copy an example into a rendered project: python examples/apply.py NAME PROJECT."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/model.py"))
 
 
 def apply(name: str, project: Path) -> None:
-    """Replace model.py and data.py; the ToyModel's own test goes, and the example's README comes as EXAMPLE.md."""
-    for file in ("model.py", "data.py"):
+    """Replace model.py, data.py and config.py; add the README as EXAMPLE.md; delete the test of the ToyModel."""
+    for file in ("model.py", "data.py", "config.py"):
         shutil.copyfile(EXAMPLES / name / file, project / file)
     shutil.copyfile(EXAMPLES / name / "README.md", project / "EXAMPLE.md")
     (project / "tests/test_toy_model.py").unlink(missing_ok=True)
@@ -25,7 +25,7 @@ def main() -> None:
     if not (project / "ddp").is_dir():
         sys.exit(f"{project} is not a project made from this template: it has no ddp/")
     apply(sys.argv[1], project)
-    print(f"{sys.argv[1]} lies in {project}; what to type is in {project / 'EXAMPLE.md'}")
+    print(f"{sys.argv[1]} is now the task of {project}; {project / 'EXAMPLE.md'} lists the commands")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from config import Config
-from ddp.errors import EnvironmentFailure, UsageError
+from ddp.core.errors import SetupError
+from ddp.core.files import atomic_write
+from ddp.data.dataset import BatchDataset
 
 CONTEXT = 128  # characters that the model sees
-STRIDE = 32  # from where one training sample begins to where the next does
+STRIDE = 32  # characters from the start of one training sample to the start of the next
 TEST_PART = 0.1  # of the text, at its end
-SYNTHETIC_SIZES = {"train": 1_600, "test": 100}  # samples of --dataset synthetic, which is a little of the same text
+SYNTHETIC_SIZES = {"train": 1_600, "test": 100}  # samples of --dataset synthetic, a small part of the same text
 
 
-class Text(Dataset):
-    """Pieces of a text, which is mapped into memory: its bytes are read when they are needed, by all from one place.
+class Text(BatchDataset):
+    """Pieces of a text that is mapped into memory: its bytes are read when needed, and shared by all processes.
 
-    A batch is inputs [b, CONTEXT], and targets [b, CONTEXT], which are one character further on.
+    A batch is inputs [b, CONTEXT] and targets [b, CONTEXT], which are the same text one character later.
     """
 
-    in_memory = True
     name = "text"
+    in_memory = True
     characters, context = 256, CONTEXT  # a character is a byte
 
-    def __init__(self, text: numpy.ndarray, stride: int, most: int | None) -> None:
+    def __init__(self, text: numpy.ndarray, stride: int, max_samples: int | None) -> None:
         self.text = text
-        self.starts = numpy.arange(0, len(text) - CONTEXT, stride)[:most]
+        self.starts = numpy.arange(0, len(text) - CONTEXT, stride)[:max_samples]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -43,32 +45,30 @@ class Text(Dataset):
 
 
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The beginning and the end of --data-dir/text.txt; of the project's own source, if there is no such file.
+    """The start and the end of --data-dir/text.txt; without such a file, of this project's own source.
 
-    Raises EnvironmentFailure if the text is too short or cannot be read; UsageError for another --dataset.
+    Raises SetupError if the text is too short or cannot be read.
     """
-    if config.dataset == "imagefolder":
-        raise UsageError("--dataset imagefolder: there is text only; leave it out")
     path = Path(config.data_dir) / "text.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):  # one process of this machine writes it, the others find it done
+        with FileLock(path.with_suffix(".lock")):  # one process of this machine writes it, the others find it written
             if not path.exists():
                 _write_own_source(path)
         text = numpy.memmap(path, dtype=numpy.uint8, mode="r")
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise EnvironmentFailure(f"cannot read {path}: {error}") from error
+        raise SetupError(f"cannot read {path}: {error}") from error
     end = int(len(text) * (1 - TEST_PART))
-    most = SYNTHETIC_SIZES if config.dataset == "synthetic" else {}
-    train, test = Text(text[:end], STRIDE, most.get("train")), Text(text[end:], CONTEXT, most.get("test"))
-    if len(test) == 0:
-        raise EnvironmentFailure(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 10} characters or more")
-    return train, test
+    sizes = SYNTHETIC_SIZES if config.dataset == "synthetic" else {}
+    train_set = Text(text[:end], STRIDE, sizes.get("train"))
+    test_set = Text(text[end:], CONTEXT, sizes.get("test"))
+    if len(test_set) == 0:
+        raise SetupError(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 10} characters or more")
+    return train_set, test_set
 
 
 def _write_own_source(path: Path) -> None:
-    here = Path(__file__).resolve().parent
-    files = sorted(file for pattern in ("*.md", "*.py", "ddp/**/*.py") for file in here.glob(pattern))
-    beside = path.with_suffix(".tmp")
-    beside.write_bytes(b"".join(file.read_bytes() for file in files))
-    beside.replace(path)
+    project = Path(__file__).resolve().parent
+    sources = sorted(file for pattern in ("*.md", "*.py", "ddp/**/*.py") for file in project.glob(pattern))
+    with atomic_write(path) as file:
+        file.write(b"".join(source.read_bytes() for source in sources))

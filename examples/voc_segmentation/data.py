@@ -1,4 +1,4 @@
-"""PASCAL VOC 2012, each pixel with its class. Edit me: main.py needs load_datasets."""
+"""PASCAL VOC 2012, in which each pixel has a class. Edit me: main.py needs load_datasets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from config import Config
-from ddp.download import downloading
-from ddp.errors import UsageError
-from ddp.loader import derive_seed
+from ddp.data.dataset import BatchDataset
+from ddp.data.download import downloading
+from ddp.distributed.seeds import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-IGNORE = 255  # borders of objects, and what lies outside of an image
-MOST_ZOOM = 1.5
+IGNORE = 255  # borders of objects, and everything outside of an image
+MAX_ZOOM = 1.5
 SYNTHETIC_SIZES = {"train": 400, "test": 100}
 CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -26,10 +26,10 @@ CLASSES = (
 )
 
 
-class Pictures(Dataset):
+class Pictures(BatchDataset):
     """Pictures of many sizes as squares. A sample is an image [3, size, size] uint8 and its classes [size, size] uint8.
 
-    Its random numbers are torch's, which ddp/loader.py seeds for each sample: the same after any resume.
+    Its random numbers are torch's, which the loader seeds by sample and epoch: a resumed run draws the same ones.
     """
 
     classes = CLASSES
@@ -42,22 +42,22 @@ class Pictures(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = self.pairs[index]
-        image, mask = (self._cut if self.training else self._fit)(image.convert("RGB"), mask)
+        image, mask = (self._crop if self.training else self._fit)(image.convert("RGB"), mask)
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous(), torch.from_numpy(numpy.array(mask))
 
-    def _cut(self, image: Image.Image, mask: Image.Image) -> tuple[Image.Image, Image.Image]:
-        """Some square out of it, mirrored or not."""
-        zoom, across, down, mirrored = torch.rand(4).tolist()
-        side = min(image.size) / (1 + zoom * (MOST_ZOOM - 1))
+    def _crop(self, image: Image.Image, mask: Image.Image) -> tuple[Image.Image, Image.Image]:
+        """A random square, flipped or not."""
+        zoom, across, down, flip = torch.rand(4).tolist()
+        side = min(image.size) / (1 + zoom * (MAX_ZOOM - 1))
         left, top = across * (image.width - side), down * (image.height - side)
         box, size = (left, top, left + side, top + side), (self.size, self.size)
         pair = image.resize(size, Image.Resampling.BILINEAR, box), mask.resize(size, Image.Resampling.NEAREST, box)
-        if mirrored < 0.5:
+        if flip < 0.5:
             return pair
         return pair[0].transpose(Image.Transpose.FLIP_LEFT_RIGHT), pair[1].transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
     def _fit(self, image: Image.Image, mask: Image.Image) -> tuple[Image.Image, Image.Image]:
-        """All of it; what is left of the square is black, and does not count."""
+        """The whole picture. The rest of the square is black and does not count."""
         scale = self.size / max(image.size)
         size = max(1, round(scale * image.width)), max(1, round(scale * image.height))
         whole, classes = Image.new("RGB", (self.size,) * 2), Image.new("L", (self.size,) * 2, IGNORE)
@@ -73,43 +73,42 @@ class Pictures(Dataset):
 
 
 def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training and the validation set, from --data-dir, downloaded (2 GB) if they are not there.
+    """The training set and the validation set, from --data-dir. They are downloaded (2 GB) if they are missing.
 
-    --dataset synthetic: made-up pictures. Raises EnvironmentFailure if the others cannot be downloaded or read.
+    With --dataset synthetic, generated pictures. Raises SetupError if VOC cannot be downloaded or read.
     """
-    if config.dataset == "imagefolder":
-        raise UsageError("--dataset imagefolder: there is VOC and synthetic only; leave it out")
     if config.dataset == "synthetic":
         name, lengths = "synthetic", SYNTHETIC_SIZES.values()
-        parts = [_made_up(length, derive_seed(config.seed, number)) for number, length in enumerate(lengths)]
+        parts = [_synthetic(length, derive_seed(config.seed, number)) for number, length in enumerate(lengths)]
     else:
         name, parts = "voc 2012", _voc(Path(config.data_dir))
-    train, test = (Pictures(name, part, config.image_size, part is parts[0]) for part in parts)
-    return train, test
+    assert config.image_size is not None  # Config.check has set it
+    train_set, test_set = (Pictures(name, part, config.image_size, part is parts[0]) for part in parts)
+    return train_set, test_set
 
 
 def _voc(root: Path) -> list[Any]:
-    """Training and validation part: pairs of an image and its mask, read when they are asked for."""
+    """Training and validation part: pairs of an image and its mask, each read when it is needed."""
     from torchvision.datasets import VOCSegmentation
     from torchvision.datasets.voc import DATASET_YEAR_DICT
 
-    if not _is_whole(root / "VOCdevkit/VOC2012"):
+    if not _is_complete(root / "VOCdevkit/VOC2012"):
         with downloading(DATASET_YEAR_DICT["2012"]["url"], root, ", or try --dataset synthetic"):
-            if not _is_whole(root / "VOCdevkit/VOC2012"):  # another process was first
+            if not _is_complete(root / "VOCdevkit/VOC2012"):  # another process may have been first
                 VOCSegmentation(str(root), download=True)
     return [VOCSegmentation(str(root), image_set=part) for part in ("train", "val")]
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether all that is listed is there: the process that unpacked it may have been killed."""
+def _is_complete(folder: Path) -> bool:
+    """Whether every listed file exists: the process that unpacked them may have been killed."""
     lists = [folder / "ImageSets/Segmentation" / f"{part}.txt" for part in ("train", "val")]
     names = [name for path in lists if path.exists() for name in path.read_text().split()]
     files = [folder / file for name in names for file in (f"JPEGImages/{name}.jpg", f"SegmentationClass/{name}.png")]
     return all(path.exists() for path in (*lists, *files))
 
 
-def _made_up(length: int, seed: int) -> list[tuple[Image.Image, Image.Image]]:
-    """Pictures of many sizes with a box in them, whose colour says what it is, below a line that does not count."""
+def _synthetic(length: int, seed: int) -> list[tuple[Image.Image, Image.Image]]:
+    """Pictures of many sizes with a box whose colour depends on its class, below a line that does not count."""
     random, pairs = numpy.random.default_rng(seed), []
     for _ in range(length):
         (height, width), what = random.integers(60, 110, 2), random.integers(1, len(CLASSES))

@@ -1,0 +1,42 @@
+"""The options of this task, one per line. Edit me. The options of every run are in ddp/core/run_config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ddp.core.errors import UsageError
+from ddp.core.options import number, option
+from ddp.core.run_config import RunConfig, check_command_line
+
+data, training = (partial(option, section=section) for section in ("data", "training"))
+
+
+# fmt: off
+@dataclass
+class Config(RunConfig):
+    """The options of one run."""
+
+    dataset: str = data("synthetic", "the points are made from --seed", choices=("synthetic",))
+
+    lr: float = training(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
+    momentum: float = training(0.9, "momentum of SGD", kind=number(float, 0, max=1))
+    weight_decay: float = training(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+# fmt: on
+
+    def task_name(self) -> str:
+        """Names the default output directory: runs/line."""
+        return "line"
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, with one line."""
+        super().check()
+        if self.warmup_epochs > self.epochs:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
+
+
+if __name__ == "__main__":
+    check_command_line(Config)

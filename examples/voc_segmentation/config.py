@@ -1,0 +1,60 @@
+"""The options of this task, one per line. Edit me. The options of every run are in ddp/core/run_config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ddp.core.errors import UsageError
+from ddp.core.options import directory, number, option, positive
+from ddp.core.run_config import RunConfig, check_command_line
+
+data, training, speed = (partial(option, section=section) for section in ("data", "training", "speed"))
+
+
+# fmt: off
+@dataclass
+class Config(RunConfig):
+    """The options of one run."""
+
+    dataset: str = data("voc", "voc: PASCAL VOC 2012; synthetic: generated pictures, for tests", choices=("voc", "synthetic"))
+    data_dir: str = data("data", "directory of VOCdevkit; it is downloaded (2 GB) if it is missing", kind=directory, may_change_on_resume=True, per_process=True)
+    image_size: int | None = data(None, "height and width of the images, in pixels (default: 480; synthetic: 64)", kind=number(int, 8))
+    batch_size: int = data(4, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
+
+    model: str = training("", "a segmentation model of torchvision (default: deeplabv3_resnet101; synthetic: lraspp_mobilenet_v3_large)")
+    epochs: int = training(50, "passes over the training data", kind=positive, may_change_on_resume=True)
+    lr: float = training(0.02, "peak learning rate of the head; the backbone's is a tenth of it", kind=number(float, 0, exclusive=True))
+    momentum: float = training(0.9, "momentum of SGD", kind=number(float, 0, max=1))
+    weight_decay: float = training(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+
+    channels_last: bool = speed(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
+# fmt: on
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, and fill in the defaults that depend on the dataset."""
+        super().check()
+        if self.warmup_epochs > self.epochs:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
+        # On a CPU, a step of the large model takes minutes.
+        small = self.dataset == "synthetic"
+        self.model = self.model or ("lraspp_mobilenet_v3_large" if small else "deeplabv3_resnet101")
+        self.image_size = self.image_size or (64 if small else 480)
+
+    def task_name(self) -> str:
+        """Names the default output directory: runs/TASK_NAME."""
+        return f"{self.dataset}-{self.model}"
+
+    def data_status(self) -> str:
+        """What `launch_node.sh --check` prints about this machine's data."""
+        if self.dataset == "synthetic" or (Path(self.data_dir) / "VOCdevkit/VOC2012").is_dir():
+            return self.dataset
+        return f"voc: not in {self.data_dir}, will be downloaded"
+
+
+if __name__ == "__main__":
+    check_command_line(Config)
