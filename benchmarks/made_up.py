@@ -1,4 +1,4 @@
-"""Made-up images in the formats of real data sets: for speed, what is on them does not matter."""
+"""Made-up images in the formats of real data sets: their content does not affect the speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def cifar10(folder: Path, images: int = 50_000) -> None:
-    """Random pixels in the files of CIFAR-10, in `folder`. torchvision knows no MD5 of them; see loops/timed.py."""
+    """Write random pixels to `folder` in the files of CIFAR-10. loops/timed.py lets torchvision accept their MD5."""
     generator = numpy.random.default_rng(0)
     batches = folder / "cifar-10-batches-py"
     batches.mkdir(parents=True)
@@ -22,7 +22,7 @@ def cifar10(folder: Path, images: int = 50_000) -> None:
 
 
 def jpegs(folder: Path, images: int = 6_000, size: tuple[int, int] = (500, 375)) -> None:
-    """`folder`/{train,val}/CLASS/*.jpg, of ten classes: smooth pictures with some noise, as photographs are."""
+    """Write `folder`/{train,val}/CLASS/*.jpg with ten classes: smooth pictures with some noise, like photographs."""
     generator = numpy.random.default_rng(0)
     for part, count in (("train", images), ("val", images // 10)):
         for number in range(count):

@@ -1,11 +1,11 @@
-"""What a slow network costs, and what --comm-hook and --grad-accum-steps save.
+"""The cost of a slow network, and what --comm-hook and --grad-accum-steps save.
 
     sudo .venv/bin/python benchmarks/slow_network.py           from the repository; about 6 minutes
 
-Two network namespaces are the machines; each lets out 100 Mbit/s, and has one process with one thread. Each training
-run is measured twice: first without that limit, then with it. The kinds of runs take turns, --repetitions times; one of
-them is a machine alone. They run a copy of the project in which powersgd starts to compress at once: for its first
-hundred steps it costs what none costs. Prints a table in Markdown.
+Two network namespaces are the machines. Each sends at most 100 Mbit/s, and runs one process with one thread. Each run
+is measured twice: first without that limit, then with it. The kinds of runs take turns, --repetitions times; one kind
+is a single machine. They use a copy of the project in which PowerSGD compresses from step 3 on: in its first hundred
+steps it costs as much as no hook. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from pathlib import Path
 from typing import NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from template_copy import copy_template  # noqa: E402
 
 from machines import Machine, machines  # noqa: E402
 
 HOOKS, ACCUMULATE = ("none", "fp16", "bf16", "powersgd"), (1, 4)
 WARM_UP = 5  # steps
-POWERSGD_START = 3
-PATIENCE_S = 120.0  # for the first step, and for each one after it
+POWERSGD_START_STEP = 3
+STEP_TIMEOUT_S = 120.0  # for the first step, and for each one after it
 
 
 @dataclass
 class Kind:
-    """Runs with the same options, and what was measured: a median for each repetition."""
+    """Runs with the same options, and their results: the median of each repetition."""
 
     hook: str
     accumulate: int
     machines: int = 2
-    limited_ms: list[float] = field(default_factory=list)  # a step
+    limited_ms: list[float] = field(default_factory=list)  # per step
     free_ms: list[float] = field(default_factory=list)
-    sent_mb: list[float] = field(default_factory=list)  # by each machine, in a step
+    sent_mb: list[float] = field(default_factory=list)  # per machine and step
 
 
 class Training:
-    """A run that goes on until it is killed, on one or two machines."""
+    """A run on one or two machines, which trains until it is killed."""
 
     def __init__(self, machines: list[Machine], project: Path, folder: Path, options: Sequence[object]) -> None:
         self.machines, self.metrics = machines, folder / "metrics.jsonl"
@@ -72,29 +73,29 @@ class Training:
         for node in self.nodes:
             node.output()  # so that its pipe never fills
             if node.process.poll() is not None:
-                self.give_up(f"a run has ended with {node.process.returncode}")
+                self.give_up(f"a run exited with {node.process.returncode}")
         lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
         whole = [json.loads(line) for line in lines if line.endswith("\n")]
         return [line["step_ms"] for line in whole if line["split"] == "train"]
 
     def give_up(self, why: str) -> NoReturn:
-        said = [line for node in self.nodes for line in node.output().splitlines()[-20:]]
-        sys.exit("\n".join([f"error: {why}; this is what it said last:", *said]))
+        last_lines = [line for node in self.nodes for line in node.output().splitlines()[-20:]]
+        sys.exit("\n".join([f"error: {why}; its last output:", *last_lines]))
 
     def until(self, count: int) -> None:
-        """Wait for this many steps."""
-        done, end = -1, time.monotonic() + PATIENCE_S
+        """Wait until `count` steps are done."""
+        done, end = -1, time.monotonic() + STEP_TIMEOUT_S
         while done < count:
             now = len(self.steps())
             if now > done:
-                done, end = now, time.monotonic() + PATIENCE_S
+                done, end = now, time.monotonic() + STEP_TIMEOUT_S
             elif time.monotonic() > end:
-                self.give_up(f"no step within {PATIENCE_S:g} s")
+                self.give_up(f"no step within {STEP_TIMEOUT_S:g} s")
             time.sleep(0.005)
 
     def measure(self, least: int, seconds: float) -> tuple[float, float]:
-        """The median of the milliseconds of a step, and the MB that each machine sends in one."""
-        first = len(self.steps()) + 1  # one is in flight
+        """The median milliseconds of a step, and the MB that each machine sends in one step."""
+        first = len(self.steps()) + 1  # one step is in flight
         self.until(first)
         sent, end = sum(machine.sent() for machine in self.machines), time.monotonic() + seconds
         self.until(first + least)
@@ -106,19 +107,18 @@ class Training:
 
 
 def copy_project(folder: Path) -> Path:
-    """A copy in which powersgd starts to compress early."""
-    shutil.copytree(TEMPLATE, folder / "project", ignore=shutil.ignore_patterns("runs", "data"))
-    step = folder / "project" / "ddp" / "step.py"
-    text, changed = re.subn(
-        r"^POWERSGD_START = \d+", f"POWERSGD_START = {POWERSGD_START}", step.read_text(), flags=re.M
-    )
-    assert changed == 1, f"{step} has no POWERSGD_START"
-    step.write_text(text)
-    return folder / "project"
+    """A copy of the project in which PowerSGD starts to compress early."""
+    project = copy_template(folder / "project")
+    wrapping = project / "ddp" / "training" / "wrapping.py"
+    line = f"POWERSGD_START_STEP = {POWERSGD_START_STEP}"
+    text, changed = re.subn(r"^POWERSGD_START_STEP = \d+", line, wrapping.read_text(), flags=re.M)
+    assert changed == 1, f"{wrapping} has no POWERSGD_START_STEP"
+    wrapping.write_text(text)
+    return project
 
 
 def measure(kind: Kind, project: Path, arguments: argparse.Namespace) -> str:
-    """Run it once. Returns the run's first line: the model and its size."""
+    """Add a repetition. Returns the first line that the run prints: the model and its size."""
     options = ["--model", arguments.model, "--image-size", arguments.image_size, "--batch-size", arguments.batch_size]
     options += ["--comm-hook", kind.hook, "--grad-accum-steps", kind.accumulate]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, machines(2) as two:
@@ -138,23 +138,23 @@ def measure(kind: Kind, project: Path, arguments: argparse.Namespace) -> str:
 
 
 def table(kinds: list[Kind], arguments: argparse.Namespace) -> str:
-    """Markdown; each figure is the median over the repetitions."""
+    """The results in Markdown; each is the median over the repetitions."""
     limit = f"{arguments.mbit} Mbit/s"
     lines = [
-        f"| `--comm-hook` | `--grad-accum-steps` | MB sent a step | steps/s | samples/s at {limit} | without limit |",
+        f"| `--comm-hook` | `--grad-accum-steps` | MB sent per step | steps/s | samples/s at {limit} | without limit |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for kind in kinds:
         limited, free = (1000 / statistics.median(ms) for ms in (kind.limited_ms, kind.free_ms))
         samples = kind.machines * arguments.batch_size * kind.accumulate
-        name = kind.hook if kind.machines > 1 else "one machine alone"
+        name = kind.hook if kind.machines > 1 else "one machine"
         figures = " | ".join(f"{figure:.3g}" for figure in (limited, limited * samples, free * samples))
         lines.append(f"| {name} | {kind.accumulate} | {statistics.median(kind.sent_mb):.2f} | {figures} |")
     return "\n".join(lines)
 
 
 def spread(kinds: list[Kind]) -> float:
-    """By how many percent the repetitions of a kind differ at most, at the limit."""
+    """The largest difference between two repetitions of a kind at the limit, in percent."""
     return max(100 * (max(kind.limited_ms) / min(kind.limited_ms) - 1) for kind in kinds)
 
 
@@ -171,8 +171,8 @@ def main() -> None:
     parser.add_argument("--model", default="resnet18", help="a classification model of torchvision (resnet18)")
     parser.add_argument("--image-size", type=int, default=32, help="in pixels (32)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per process and forward pass (8)")
-    parser.add_argument("--mbit", type=int, default=100, help="what each machine lets out, in Mbit/s (100)")
-    parser.add_argument("--steps", type=int, default=3, help="how many steps to measure at least (3)")
+    parser.add_argument("--mbit", type=int, default=100, help="what each machine may send, in Mbit/s (100)")
+    parser.add_argument("--steps", type=int, default=3, help="minimum number of measured steps (3)")
     parser.add_argument("--repetitions", type=int, default=2, help="of each run (2)")
     arguments = parser.parse_args()
     if os.geteuid() or not shutil.which("tc"):
@@ -184,7 +184,7 @@ def main() -> None:
         for repetition in range(arguments.repetitions):
             for kind in kinds if repetition % 2 == 0 else reversed(kinds):
                 model = measure(kind, project, arguments)
-                figures = f"{kind.free_ms[-1]:7.1f} ms a step, {kind.limited_ms[-1]:7.1f} ms at the limit"
+                figures = f"{kind.free_ms[-1]:7.1f} ms per step, {kind.limited_ms[-1]:7.1f} ms at the limit"
                 took = time.monotonic() - start
                 print(f"{took:4.0f} s  {kind.machines} x {kind.hook:<8}  {kind.accumulate}  {figures}", file=sys.stderr)
     print(table(kinds, arguments))

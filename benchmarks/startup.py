@@ -1,9 +1,9 @@
-"""How long it takes from the command to the first optimizer step; and to the answer to a bad option.
+"""How long it takes from the start of the command to the first optimizer step, and to the refusal of a bad option.
 
     .venv/bin/python benchmarks/startup.py          from the repository; about 5 minutes
 
-A bare script is beside it: it imports torch, joins the group, wraps a model and takes one step. All take turns,
---repetitions times; ratios are taken within each. first_step/ notes the first step, in all of them alike.
+It is compared with a bare script that imports torch, connects to the others, wraps a model and takes one step. All take
+turns, --repetitions times; ratios are computed within a repetition. first_step/ records the first step of all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE.parent / "{{cookiecutter.project_slug}}"
-PATIENCE_S = 120.0
+FIRST_STEP_TIMEOUT_S = 120.0
 
 
 def first_step(command: list[str], folder: Path) -> float:
@@ -34,10 +34,10 @@ def first_step(command: list[str], folder: Path) -> float:
         start = time.monotonic()
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         while not done.exists():
-            if time.monotonic() - start > PATIENCE_S or (process.poll() is not None and not done.exists()):
+            if time.monotonic() - start > FIRST_STEP_TIMEOUT_S or (process.poll() is not None and not done.exists()):
                 sys.exit(f"{' '.join(command)}: no first step\n{(folder / 'log').read_text()}")
             time.sleep(0.02)
-        for _ in range(100):  # in good order if it can, so that no process is left
+        for _ in range(100):  # let it exit by itself, so that none of its processes is left
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 time.sleep(0.2)
@@ -46,7 +46,7 @@ def first_step(command: list[str], folder: Path) -> float:
 
 
 def refusal(project: Path) -> float:
-    """Seconds until launch_node.sh has refused a bad option."""
+    """Seconds until launch_node.sh refuses a bad option."""
     start = time.monotonic()
     command = [str(project / "launch_node.sh"), "--", "--bad-option"]
     done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True)
@@ -72,7 +72,7 @@ def main() -> None:
         }
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         refusals = []
-        for number in range(repetitions + 1):  # the first fills the caches, and does not count
+        for number in range(repetitions + 1):  # the first fills the caches and is not counted
             for name, command in commands.items():
                 shutil.rmtree(folder / "run", ignore_errors=True)
                 taken = first_step(command, folder)

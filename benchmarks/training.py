@@ -1,15 +1,15 @@
-"""This project beside others: the same model, batch, data and processes; who trains how many images a second?
+"""Images/s of this project and of other ways to train, with the same model, batch, data and processes.
 
-    make bench                                  from the repository: makes an environment of its own; about half an hour
+    make bench                                  from the repository: creates its own environment; about half an hour
     make bench ARGS='--repetitions 1 --cases toy-b128-p2'
 
-Each contestant is a script in loops/, written as its own documentation recommends, and runs under torchrun, timed from
-outside by loops/timed.py. The limit is the DDP step alone, again and again on one batch that lies on the device. In
-each repetition all contestants take turns, so that a noisy machine disturbs all of them alike; ratios are taken within
-a repetition. How much of the limit this project reaches is too small a difference for that: there both take turns in
-the same processes, every 50 steps. Prints tables in Markdown; writes results.json and a plot.
+Each contestant is a script in loops/, written as its own documentation recommends. It runs under torchrun, timed from
+outside by loops/timed.py. The limit is the DDP step alone, again and again on one batch on the device. In each
+repetition all contestants take turns, so that a noisy machine affects all of them equally; ratios are computed within a
+repetition. The difference between this project and the limit is too small for that: these two take turns in the same
+processes, every 50 steps. Prints tables in Markdown; writes results.json and a plot.
 
-On a machine with GPUs the cases are other ones: ToyModel, ResNet-18 and ResNet-50, in bf16 too.
+A machine with GPUs has other cases: ToyModel, ResNet-18 and ResNet-50, also in bf16.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SCRIPTS = {
     "Ignite": "ignite_loop.py",
     LIMIT: "limit.py",
 }
-EVERYBODY = (NAIVE, "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
+ALL = (NAIVE, "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
 SLICE = 50  # steps, as in loops/timed.py
 CIFAR10 = 50_000  # images
 WARM_UP = 0.2  # of the steps
-LONGEST_S = 1800
+RUN_TIMEOUT_S = 1800
 
 
 @dataclass
 class Case:
-    """What is trained. `batch`: images of each process. `flags`: options that all contestants take."""
+    """One comparison. `batch`: images per process. `flags`: options that all contestants accept."""
 
     name: str
     title: str
@@ -64,14 +64,14 @@ class Case:
     model: str = "ToyModel"
     image_size: int = 32
     flags: tuple[str, ...] = ()
-    contestants: tuple[str, ...] = EVERYBODY
-    slices: int = 12  # at least so many, to compare with the limit
+    contestants: tuple[str, ...] = ALL
+    slices: int = 12  # the minimum number, to compare with the limit
     speeds: dict[str, list[float]] = field(default_factory=dict)  # images/s of all processes, by contestant
-    parts: list[float] = field(default_factory=list)  # of the limit that this project reaches, both taking turns
+    parts: list[float] = field(default_factory=list)  # this project's speed / the limit's, which take turns
 
 
 def cases_for(gpus: int) -> list[Case]:
-    """What is measured on a machine with so many GPUs."""
+    """The cases for a machine with `gpus` GPUs."""
     if gpus == 0:
         return [
             Case("toy-b16-p1", "ToyModel, batch 16, 1 process", 1, 16, 800),
@@ -110,7 +110,7 @@ class Bench:
         (self.project,) = (folder / "project").iterdir()
 
     def data_dir(self, case: Case) -> Path:
-        """The images of `case`, made when first asked for."""
+        """The images of `case`; the first call makes them."""
         if case.dataset == "cifar10" and self.given is not None:
             return self.given
         made = self.folder / case.dataset
@@ -125,10 +125,10 @@ class Bench:
         return (len(at) - 1 - first) * case.batch * case.processes / (at[-1] - at[first])
 
     def part_of_limit(self, case: Case) -> float:
-        """This project's speed over the limit's: the median of slices of steps, without those of an epoch's end."""
+        """This project's speed / the limit's: the median over slices of steps, without slices with an epoch's end."""
         epoch = CIFAR10 // (case.batch * case.processes)
         steps = max(case.steps, case.slices * SLICE)
-        found = self._run(case, OURS, steps, "--beside-limit", shlex.join(self._model(case, LIMIT)))
+        found = self._run(case, OURS, steps, "--compare-limit", shlex.join(self._model(case, LIMIT)))
         begins = range(SLICE, steps, SLICE)
         whole = [times for begin, times in zip(begins, found["slices"], strict=False) if begin % epoch + SLICE < epoch]
         return statistics.median(limit / ours for ours, limit in whole)
@@ -138,7 +138,7 @@ class Bench:
         return [*options, *case.flags, *(() if contestant == OURS else ("--project", str(self.project)))]
 
     def _run(self, case: Case, contestant: str, steps: int, *timing: str) -> dict[str, list[Any]]:
-        """Run `contestant`; returns what loops/timed.py has written."""
+        """Run `contestant`. Returns what loops/timed.py writes."""
         times, output, log = self.folder / "times.json", self.folder / "output", self.folder / "log"
         shutil.rmtree(output, ignore_errors=True)
         times.unlink(missing_ok=True)
@@ -159,15 +159,15 @@ class Bench:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         with log.open("w") as file:
             done = subprocess.run(
-                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=LONGEST_S
+                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=RUN_TIMEOUT_S
             )
         if done.returncode != 0:
-            sys.exit(f"{contestant}, {case.title}, ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+            sys.exit(f"{contestant}, {case.title}, exited with {done.returncode}:\n{log.read_text()[-3000:]}")
         return json.loads(times.read_text())
 
 
 def table(case: Case) -> list[str]:
-    """Medians, and from where to where the ratios go, which are taken within each repetition."""
+    """Medians, and the range of the ratios, which are computed within each repetition."""
     lines = [f"**{case.title}**", "", "| | images/s | times naive | of the limit |", "|---|--:|--:|--:|"]
     for name, speeds in case.speeds.items():
         to_naive = _ratios(speeds, case.speeds.get(NAIVE, [])) if name != NAIVE else [1.0]
@@ -189,7 +189,7 @@ def _shown(ratios: Sequence[float], form: str) -> str:
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:
-    """Each contestant's part of the limit, as bars."""
+    """Draw each contestant's speed as a part of the limit, as bars."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,18 +231,18 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "(not there)"
+        return "(not installed)"
 
 
 def main() -> None:
     gpus = torch.cuda.device_count()
     cases = cases_for(gpus)
-    parser = argparse.ArgumentParser(description="Training speed of this project beside others.")
+    parser = argparse.ArgumentParser(description="Training speed of this project and of others.")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases], metavar="NAME")
-    parser.add_argument("--contestants", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="NAME")
-    parser.add_argument("--steps", type=float, default=1.0, help="times as many steps as usual")
-    parser.add_argument("--data-dir", type=Path, help="CIFAR-10, where it is; default: made-up images of that size")
+    parser.add_argument("--contestants", nargs="+", choices=ALL, default=ALL, metavar="NAME")
+    parser.add_argument("--steps", type=float, default=1.0, help="multiply the number of steps by this")
+    parser.add_argument("--data-dir", type=Path, help="directory of CIFAR-10; default: made-up images of its size")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "build/bench", metavar="DIR")
     options = parser.parse_args()
     cases = [case for case in cases if options.cases is None or case.name in options.cases]

@@ -15,17 +15,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "tests")]
 
-# A launcher's variables, from a shell inside of an allocation, would place the processes of every test.
+# In a shell inside a cluster allocation, the launcher's variables would set the ranks of every test's processes.
 for name in list(os.environ):
     if name.startswith(("SLURM_", "OMPI_", "PMI", "PET_", "TORCHELASTIC_")) or name in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     ):
         del os.environ[name]
 
-# Several tests run at once: threads that wait for each other should leave the cores to others meanwhile.
+# Several tests run at once: threads that wait for each other must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Under nohup, whatever a test starts would ignore SIGHUP from its birth.
+# Under nohup, every process that a test starts would inherit an ignored SIGHUP.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
@@ -49,17 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which of the faults were injected, by tests that passed."""
+    """List the faults that tests which passed have injected."""
     passed = terminalreporter.stats.get("passed", [])
     rows = {row for report in passed for row in dict(report.user_properties).get("faults", [])}
     if rows:
         terminalreporter.section("faults")
-        for row, what in FAULTS.items():
-            but = f" (not here: {NOT_SHOWN[row]})" if row in NOT_SHOWN else ""
-            terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {what}{but}")
+        for row, fault in FAULTS.items():
+            limit = f" (not here: {NOT_SHOWN[row]})" if row in NOT_SHOWN else ""
+            terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {fault}{limit}")
 
 
-# Longest first, so that two processes which take file by file end at nearly the same time.
+# Longest first, so that two processes that take file by file end at nearly the same time.
 LONG = ("chaos", "machines", "nodes", "launch", "examples", "documentation", "benchmarks", "ssh", "slurm")
 
 

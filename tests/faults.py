@@ -1,4 +1,4 @@
-"""The faults that a run survives or explains, by number, and the mark by which a test says which of them it injects."""
+"""The faults that a run survives or explains, by number, and the mark of a test that injects some of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FAULTS = {
     11: "SIGHUP under nohup",
     12: "torchrun killed with -9",
     13: "one rank raises",
-    14: "one rank leaves early with 0",
+    14: "one rank exits early with 0",
     15: "one rank hangs",
     16: "init_process_group hangs past its timeout",
     17: "uneven batches between ranks",
     18: "evaluation set not divisible",
-    19: "fewer samples than one global batch",
-    20: "resumed with another number of processes",
-    21: "model or options differ from the checkpoint's",
+    19: "fewer training samples than one global batch",
+    20: "run resumed with another number of processes",
+    21: "model or options differ from those of the checkpoint",
     22: "only node 0 has the checkpoint",
     23: "loss not finite",
     24: "two runs in one output folder",
@@ -47,11 +47,11 @@ FAULTS = {
     35: "BatchNorm model evaluated through the DDP wrapper with uneven ranks",
     36: "BatchNorm running statistics drift between ranks",
 }
-# What the tests cannot show without the hardware: the rest of these rows is tested.
-NOT_SHOWN = {30: "real GPUs: the roll call is given made-up ones", 15: "a hang inside of NCCL"}
+# The parts of these rows that the tests cannot show without the hardware.
+NOT_SHOWN = {30: "real GPUs: the tests make up what the ranks report", 15: "a hang inside of NCCL"}
 
 
 def fault(*rows: int) -> Callable[[Test], Test]:
-    """Marks a test that injects the faults of these numbers."""
+    """Mark a test that injects the faults with these numbers."""
     assert set(rows) <= set(FAULTS)
     return pytest.mark.fault(*rows)

@@ -1,4 +1,4 @@
-"""What a run has left in its output folder, as tests look at it; and a port for what they start."""
+"""Read what a run has written to its output directory; and find a free port."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from ddp import checkpoint
-from ddp.state import digest
+from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint.state import digest
 
 
-def newest(output: Path) -> Path:
+def newest(output_dir: Path) -> Path:
     """The newest checkpoint."""
-    return max((output / "checkpoints").glob("step_*.pt"))
+    return max((output_dir / "checkpoints").glob("step_*.pt"))
 
 
 def weights_and_momentum(path: Path) -> str:
-    """SHA-256 of all model and optimizer tensors of a checkpoint, or of the newest one in an output folder."""
+    """SHA-256 of all model and optimizer tensors of a checkpoint, or of the newest one in an output directory."""
     content = checkpoint.read(newest(path) if path.is_dir() else path)
     return digest([content["model"], content["optimizer"]])
 
 
-def lines(output: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl; of `split` alone, if it is given."""
-    every = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+def lines(output_dir: Path, split: str | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; with `split`, only those of that split."""
+    every = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in every if split in (None, line["split"])]
 
 
 def free_port() -> int:
+    """A port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A model that has all that makes resuming hard: dropout, BatchNorm, noise of every kind, and, if asked, slowness."""
+"""A model with everything that makes an exact resume hard: dropout, BatchNorm, random numbers of every kind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 
 class Awkward(nn.Module):
-    """Dropout, BatchNorm, and noise drawn by Python and by numpy.
+    """Dropout, BatchNorm, and noise from the generators of Python and numpy.
 
-    It sleeps `pause` seconds per forward pass, so that a test can kill it in mid-epoch.
+    A forward pass sleeps for `pause` seconds, so that a test can kill the run in the middle of an epoch.
     """
 
     def __init__(self, classes: int, pause: float = 0.0) -> None:
@@ -34,10 +34,10 @@ class Awkward(nn.Module):
 
 
 def build_awkward(config: Any, train_set: Any) -> nn.Module:
-    """For monkeypatching main.build_model."""
+    """Replaces main.build_model."""
     return Awkward(len(train_set.classes))
 
 
 def build_slow_awkward(config: Any, train_set: Any) -> nn.Module:
-    """The same, slow."""
+    """Replaces main.build_model; each forward pass takes 20 ms longer."""
     return Awkward(len(train_set.classes), pause=0.02)

@@ -1,4 +1,4 @@
-"""The benchmarks of the repository run, and measure what they say; how fast anything is, no test asserts."""
+"""The benchmarks of the repository run and measure what they claim. No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.image import imread
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from training import EVERYBODY, OURS, Case, cases_for, table  # noqa: E402
+from training import ALL, OURS, Case, cases_for, table  # noqa: E402
 
 
 def run(name: str, *options: Any) -> str:
@@ -26,19 +26,19 @@ def run(name: str, *options: Any) -> str:
 
 
 @pytest.mark.slow
-def test_the_project_is_measured_beside_the_naive_script_and_the_limit(tmp_path: Path) -> None:
-    """Those that need no other library: the peers' are in the environment of `make bench` alone."""
+def test_the_project_is_compared_with_the_naive_script_and_the_limit(tmp_path: Path) -> None:
+    """The other contestants need libraries that only the environment of `make bench` has."""
     short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b128-p1")
-    said = run("training.py", *short, "--contestants", "naive", OURS, "limit", "--output", tmp_path)
+    output = run("training.py", *short, "--contestants", "naive", OURS, "limit", "--output", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     speeds = results["images_per_s"]["toy-b128-p1"]
     assert list(speeds) == ["naive", OURS, "limit"] and all(len(speed) == 1 for speed in speeds.values())
     (part,) = results["of_the_limit"]["toy-b128-p1"]
-    assert f"| {OURS} | {speeds[OURS][0]:,.0f} | {speeds[OURS][0] / speeds['naive'][0]:.2f} | {part:.1%} |" in said
+    assert f"| {OURS} | {speeds[OURS][0]:,.0f} | {speeds[OURS][0] / speeds['naive'][0]:.2f} | {part:.1%} |" in output
     assert imread(tmp_path / "speed.png").std() > 0.05
 
 
-def test_ratios_are_taken_within_a_repetition() -> None:
+def test_ratios_are_computed_within_a_repetition() -> None:
     case = Case(
         "name", "a title", 2, 16, 100, speeds={"naive": [10, 20, 40], OURS: [20, 50, 80], "limit": [25, 50, 100]}
     )
@@ -46,12 +46,12 @@ def test_ratios_are_taken_within_a_repetition() -> None:
     assert lines[0] == "**a title**"
     assert lines[5] == f"| {OURS} | 50 | 2.00 (2.00 to 2.50) | 80.0% (80.0% to 100.0%) |"
     case.parts = [0.9, 0.97, 0.95]
-    assert table(case)[5].endswith("| 95.0% (90.0% to 97.0%) |"), "taking turns in one process is more exact"
+    assert table(case)[5].endswith("| 95.0% (90.0% to 97.0%) |"), "turns in one process are more exact"
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_no_case_needs_more_steps_than_an_epoch_has(gpus: int) -> None:
-    """At the end of an epoch it would evaluate, and the others not."""
+    """At the end of an epoch this project would evaluate, and the others would not."""
     cases = cases_for(gpus)
     images = {"cifar10": 50_000, "synthetic": 10_000, "imagefolder": 6_000}
     for case in cases:
@@ -61,14 +61,14 @@ def test_no_case_needs_more_steps_than_an_epoch_has(gpus: int) -> None:
         assert all(case.dataset == "synthetic" and case.image_size == 224 for case in cases[1:])
         assert [case.model for case in cases].count("resnet50") == 3
     else:
-        assert all(case.contestants == EVERYBODY for case in cases)
+        assert all(case.contestants == ALL for case in cases)
 
 
 @pytest.mark.slow
 def test_evaluating_resuming_and_saving_are_measured() -> None:
-    """Each figure is there, and is one: whatever failed would have ended it."""
-    said = run("beyond_steps.py", "--quick")
-    rows = [line for table in said.split("\n\n")[:3] for line in table.splitlines()[2:]]
+    """All results are present, and are numbers. The script exits if a measurement fails."""
+    output = run("beyond_steps.py", "--quick")
+    rows = [line for table in output.split("\n\n")[:3] for line in table.splitlines()[2:]]
     figures = {}
     for row in rows:
         name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
@@ -78,10 +78,10 @@ def test_evaluating_resuming_and_saving_are_measured() -> None:
         "batch 128, 2 processes": 3,
         "first batch, data in memory": 3,
         "first batch, image files and workers": 3,
-        "first step, from the command on": 3,
+        "first step, from the start of the command": 3,
         "ToyModel, batch 16, 0.5 MB": 5,
         "resnet18, batch 2, 89.6 MB": 5,
     }
     delays = {name: values.pop(3) for name, values in figures.items() if len(values) == 5}
     assert all(value > 0 for values in figures.values() for value in values), figures
-    assert all(abs(delay) < 10_000 for delay in delays.values()), "the difference of two times; may be none"
+    assert all(abs(delay) < 10_000 for delay in delays.values()), "a difference of two times, which may be negative"

@@ -1,4 +1,4 @@
-"""A run that is killed over and over, in every way, and started again by the same command equals an undisturbed one."""
+"""A run that is killed repeatedly, in every way, and resumed by the same command equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MAIN = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" 
 SPAWN = [sys.executable, MAIN, "--nproc", 2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 TORCHRUN += ["--nproc-per-node", 2, MAIN]
-TRAIN, TEST = 240, 16  # images
+TRAIN, TEST = 240, 16  # numbers of images
 PER_EPOCH = TRAIN // (2 * 4)
-# A small model of torchvision with dropout and BatchNorm; DataLoader workers; a checkpoint every third of a second.
+# A small model with dropout and BatchNorm, DataLoader workers, and a checkpoint every third of a second.
 OPTIONS = ["--dataset", "imagefolder", "--model", "mobilenet_v3_small", "--batch-size", 4, "--workers", 1]
 OPTIONS += ["--checkpoint-every", 5, "--log-every", 1, "--epochs", 1000, "--timeout", 60]
-START_S, TRAIN_S = 5.0, 1.2  # in which the moments of the signals lie
+START_S, TRAIN_S = 5.0, 1.2  # a signal is sent within this time after the start, or after training began
 
 
 class Run:
-    """One start of the command: its processes, all of them, by a mark in their environment."""
+    """One start of the command. A mark in their environment identifies all of its processes."""
 
     def __init__(self, launcher: list[Any], options: list[Any], mark: str) -> None:
         self.mark = f"CHAOS={mark}".encode()
@@ -52,7 +52,7 @@ class Run:
             )
 
     def processes(self) -> list[int]:
-        """Whatever still runs and descends from this start, also where its parent is gone."""
+        """All processes of this start that still run, including those whose parent is gone."""
         found = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
@@ -61,7 +61,7 @@ class Run:
         return found
 
     def workers(self) -> list[int]:
-        """The process ids of rank 0 and rank 1; fewer where they have not been started yet."""
+        """The process ids of rank 0 and rank 1; fewer before both have started."""
         children = []
         for pid in self.processes():
             with suppress(OSError):
@@ -74,17 +74,19 @@ class Run:
     def until(self, condition: Callable[[], Any], timeout: float = 60) -> None:
         end = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < end and self.launcher.poll() is None, f"it never came:\n{self.output()}"
+            assert time.monotonic() < end and self.launcher.poll() is None, (
+                f"not before it exited, or within {timeout:g} s:\n{self.output()}"
+            )
             time.sleep(0.002)
 
     def wait(self, timeout: float = 60) -> int:
-        """The launcher's exit code, once no process is left. Kills what is, and fails."""
+        """The launcher's exit code, once all processes have exited. If some have not in time, kills them, and fails."""
         end = time.monotonic() + timeout
         while self.launcher.poll() is None or self.processes():
             if time.monotonic() > end:
                 left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()}
                 self.kill_all()
-                raise AssertionError(f"after {timeout} s there are still {left}:\n{self.output()}")
+                raise AssertionError(f"after {timeout} s these still run: {left}:\n{self.output()}")
             time.sleep(0.02)
         return self.launcher.returncode
 
@@ -98,10 +100,10 @@ class Run:
         return self.log.read_text(errors="replace")
 
 
-# Whom a signal hits: the launching process, or the worker of a rank.
+# The target of a signal: the process of the launcher, or of a rank.
 LAUNCHER, RANK_0, RANK_1 = -1, 0, 1
-# (how it is started, the signal, whom it hits, when): 20 of them.
-BLOWS: list[tuple[list[Any], int, tuple[int, ...], str]] = [
+# (launcher, signal, targets, when): 20 of them.
+KILLS: list[tuple[list[Any], int, tuple[int, ...], str]] = [
     (SPAWN, signal.SIGKILL, (RANK_0,), "training"),
     (SPAWN, signal.SIGKILL, (RANK_1,), "training"),
     (SPAWN, signal.SIGKILL, (RANK_0, RANK_1), "training"),
@@ -128,8 +130,8 @@ def newest_step(output: Path) -> int:
     return max([int(path.stem.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*.pt")] or [0])
 
 
-def strike(run: Run, output: Path, number: int, whom: tuple[int, ...], when: str, moment: float) -> None:
-    """Send the signal, at a moment (0 to 1) of the start or of the training; or in the middle of a save after it."""
+def send_signals(run: Run, output_dir: Path, number: int, targets: tuple[int, ...], when: str, moment: float) -> None:
+    """Send the signal at a moment (0 to 1) of the start or of the training; or after it, in the middle of a save."""
     if when == "starting":
         run.until(run.workers)
         time.sleep(START_S * moment)
@@ -137,37 +139,37 @@ def strike(run: Run, output: Path, number: int, whom: tuple[int, ...], when: str
         run.until(lambda: "train  loss" in run.output())
         time.sleep(TRAIN_S * moment)
     if when == "saving":
-        run.until(lambda: any((output / "checkpoints").glob("*.tmp")))
+        run.until(lambda: any((output_dir / "checkpoints").glob("*.tmp")))
     workers = run.workers()
-    for target in whom:
+    for target in targets:
         os.kill(run.launcher.pid if target == LAUNCHER else workers[target], number)
 
 
-def check_end(code: int, launcher: list[Any], number: int, whom: tuple[int, ...], output: str, newest: int) -> None:
-    """The exit code, and what a person sees. `newest`: the step of the newest checkpoint."""
-    if LAUNCHER in whom and number == signal.SIGKILL:
+def check_end(code: int, launcher: list[Any], number: int, targets: tuple[int, ...], output: str, newest: int) -> None:
+    """Check the exit code and the output. `newest`: the step of the newest checkpoint."""
+    if LAUNCHER in targets and number == signal.SIGKILL:
         assert code == -signal.SIGKILL
     elif launcher is TORCHRUN:
-        assert code == 1  # of torchrun itself, whatever its workers say; launch_node.sh knows better
+        assert code == 1  # torchrun's own, for any code of its workers; launch_node.sh exits with theirs
     elif number == signal.SIGTERM:
         assert code == 75, output
     else:
-        assert code == (8 if len(whom) == 1 else 128 + signal.SIGKILL), output
+        assert code == (8 if len(targets) == 1 else 128 + signal.SIGKILL), output
     if number == signal.SIGTERM:
         assert len(re.findall("^stopped on request and saved", output, re.MULTILINE)) == 1, output
-    elif launcher is SPAWN and len(whom) == 1 and whom != (LAUNCHER,):
-        told = re.search(
-            rf"rank {whom[0]} was lost .*; (?:nothing was saved yet|resumable from step ([\d,]+)):", output
+    elif launcher is SPAWN and len(targets) == 1 and targets != (LAUNCHER,):
+        found = re.search(
+            rf"rank {targets[0]} was lost .*; (?:nothing was saved yet|resumable from step ([\d,]+)):", output
         )
-        assert told is not None, output
-        assert int((told[1] or "0").replace(",", "")) <= newest, f"there is no such checkpoint:\n{output}"
+        assert found is not None, output
+        assert int((found[1] or "0").replace(",", "")) <= newest, f"there is no such checkpoint:\n{output}"
     if launcher is SPAWN:
         assert "Traceback" not in output, output
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of noise in two classes."""
+    """A directory of random images in two classes."""
     root = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
     for split, each in (("train", TRAIN // 2), ("test", TEST // 2)):
@@ -185,47 +187,47 @@ def logged(output: Path) -> list[dict[str, Any]]:
     return [{name: line.get(name) for name in ("step", "split", "epoch", "loss", "accuracy", "lr")} for line in lines]
 
 
-def drawn(output: Path, name: str) -> list[tuple[int, float]]:
-    """A curve of TensorBoard: steps and values."""
+def scalars(output: Path, name: str) -> list[tuple[int, float]]:
+    """The steps and values of a TensorBoard curve."""
     events = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def compare(output: Path, whole: Path) -> None:
-    """Everything that lasts is the same, to the last bit."""
+    """The checkpoints and logs of two runs are the same, bit for bit."""
     assert newest(output).name == newest(whole).name
-    assert weights_and_momentum(output) == weights_and_momentum(whole), "it was trained otherwise"
+    assert weights_and_momentum(output) == weights_and_momentum(whole), "the weights or the momentum differ"
     assert logged(output) == logged(whole)
     steps = [line["step"] for line in logged(output) if line["split"] == "train"]
-    assert steps == list(range(1, len(steps) + 1)), "a step was logged twice, or not at all"
+    assert steps == list(range(1, len(steps) + 1)), "a step was logged twice or not at all"
     for name in ("train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy"):
-        assert drawn(output, name) == drawn(whole, name), name
-    assert [step for step, _ in drawn(output, "train/loss")] == steps
+        assert scalars(output, name) == scalars(whole, name), name
+    assert [step for step, _ in scalars(output, "train/loss")] == steps
 
 
 @pytest.mark.slow
 @fault(1, 2, 9, 12)
-def test_a_run_that_is_killed_twenty_times_equals_an_undisturbed_one(images: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twenty_times_equals_an_uninterrupted_one(images: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("CHAOS_SEED", random.randrange(1 << 32)))
     print(f"CHAOS_SEED={seed}")
     generator = random.Random(seed)
-    blows = generator.sample(BLOWS, len(BLOWS))
-    assert len(blows) == 20
+    kills = generator.sample(KILLS, len(KILLS))
+    assert len(kills) == 20
     output = tmp_path / "run"
     options = [*OPTIONS, "--data-dir", images]
     before, began = 0, time.monotonic()
-    for count, (launcher, number, whom, when) in enumerate(blows, start=1):
+    for count, (launcher, number, targets, when) in enumerate(kills, start=1):
         run = Run(launcher, [*options, "--output-dir", output], f"{seed}-{count}")
         try:
-            strike(run, output, number, whom, when, generator.random())
+            send_signals(run, output, number, targets, when, generator.random())
             code = run.wait()
         finally:
             run.kill_all()
-        what = f"signal {number} to {whom}, {when}: exit code {code}"
-        how = "--nproc" if launcher is SPAWN else "torchrun"
-        print(f"{time.monotonic() - began:6.1f} s  {count:>2}  {how:<8}  {what}, step {newest_step(output)}")
-        check_end(code, launcher, number, whom, run.output(), newest_step(output))
+        event = f"signal {number} to {targets}, {when}: exit code {code}"
+        name = "--nproc" if launcher is SPAWN else "torchrun"
+        print(f"{time.monotonic() - began:6.1f} s  {count:>2}  {name:<8}  {event}, step {newest_step(output)}")
+        check_end(code, launcher, number, targets, run.output(), newest_step(output))
         assert newest_step(output) >= before, "a checkpoint was lost"
         before = newest_step(output)
 
@@ -233,6 +235,6 @@ def test_a_run_that_is_killed_twenty_times_equals_an_undisturbed_one(images: Pat
     for launcher, folder in ((SPAWN, output), (TORCHRUN, tmp_path / "whole")):
         run = Run(launcher, [*steps, folder], f"{seed}-{folder.name}")
         assert run.wait(120) == 0, run.output()
-        print(f"{time.monotonic() - began:6.1f} s  {folder.name} has ended at step {newest_step(folder)}")
+        print(f"{time.monotonic() - began:6.1f} s  {folder.name} ended at step {newest_step(folder)}")
     compare(output, tmp_path / "whole")
-    assert not [path for path in output.rglob("*") if ".tmp" in path.name]
+    assert not [path for path in output.rglob("*") if ".tmp" in path.name], "a temporary file is left"

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from template_copy import TEMPLATE, copy_template
 
-from config import parse
-from ddp import preflight
-from ddp.launch import Placement, run_as_rank
-from ddp.launcher.facts import _dataset, show
+from config import Config
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.rank_env import RankEnv
+from ddp.entrypoint import preflight
+from ddp.entrypoint.launch import run_as_rank
+from ddp.launcher.node_info import NodeInfo, gpu_names, print_table, visible_gpus
 from faults import fault
 from machines import Machine, Program, machines
 from processes import Ranks
-
-TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
-IGNORED = shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache")
 
 
 def check(machine: Machine, rank: int, project: Path, *options: Any, **environ: str) -> Program:
@@ -41,7 +42,9 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
     """Also: GPUs, as the driver names them; other options and files are only named once all was shown."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho Imaginary 9000; echo Imaginary 9000\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: Imaginary 9000 (UUID: GPU-0)'; echo 'GPU 1: Imaginary 9000 (UUID: GPU-1)'\n"
+    )
     tool.chmod(0o755)
     options = ["--check", "--", "--dataset", "synthetic", "--device", "cpu", "--output-dir", tmp_path / "out"]
     with machines(2) as two:
@@ -59,7 +62,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
     assert "warning: gpu1 has none, gpu2 has 2 x Imaginary 9000" in shown
     for name in ("all_reduce", "all_gather", "broadcast"):
         assert re.search(rf"^{name} +right +[\d.]+ ms  [\d.]+ GB/s  \(of \d+ [KM]iB\)$", shown, re.MULTILINE), shown
-    assert shown.endswith("\nall is well: leave out --check, and it trains\n")
+    assert shown.endswith("\nall checks passed: run the same command without --check to train\n")
     assert not (tmp_path / "out").exists(), "nothing is written"
 
 
@@ -82,8 +85,7 @@ def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(
 
 @fault(27)
 def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(TEMPLATE, copy, ignore=IGNORED)
+    copy = copy_template(tmp_path / "copy")
     with (copy / "model.py").open("a") as file:
         file.write("# mine\n")
     with machines(2) as two:
@@ -93,7 +95,7 @@ def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: 
     assert shown[0].startswith("node  host") and shown[1].split()[-1] != shown[2].split()[-1], shown
     assert shown[3:] == other == [
         "error: node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree: --lr is 0.03 and 1.0; the file "
-        "model.py differs. Start all nodes with the same options, on the same code and versions"
+        "model.py differs. Start all nodes with the same options, code and versions"
     ]  # fmt: skip
 
 
@@ -107,23 +109,43 @@ def test_a_check_on_one_machine_and_a_training_on_the_other_are_refused() -> Non
 
 def test_data_that_are_not_there_yet_are_not_called_there(tmp_path: Path) -> None:
     (tmp_path / ".download.lock").touch()
-    cifar10, folders = parse(["--data-dir", str(tmp_path)]), parse(["--dataset=imagefolder", f"--data-dir={tmp_path}"])
-    assert _dataset(cifar10) == f"cifar10: not in {tmp_path}, will be downloaded"
-    assert _dataset(folders) == f"imagefolder: not in {tmp_path}"
+    cifar10 = Config.parse(["--data-dir", str(tmp_path)])
+    folders = Config.parse(["--dataset=imagefolder", f"--data-dir={tmp_path}"])
+    assert cifar10.data_status() == f"cifar10: not in {tmp_path}, will be downloaded"
+    assert folders.data_status() == f"imagefolder: not in {tmp_path}"
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "train").mkdir()
-    assert _dataset(cifar10) == f"cifar10 in {tmp_path}" and _dataset(folders) == f"imagefolder in {tmp_path}"
+    assert cifar10.data_status() == f"cifar10 in {tmp_path}"
+    assert folders.data_status() == f"imagefolder in {tmp_path}"
+
+
+def test_gpus_are_those_of_the_driver_or_of_cuda_visible_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with MIG, and a line that is no GPU. CUDA_VISIBLE_DEVICES changes what is used, not what is there."""
+    listing = "GPU 0: Imaginary 9000 (UUID: GPU-a-b)\n  MIG 1g.5gb Device 0: (UUID: MIG-c)\nGPU 1: Other (X)\nUnable\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listing}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_names() == ["Imaginary 9000", "Other (X)"] and visible_gpus() == 2
+    for devices, count in (("", 0), ("3", 1), ("0,1,GPU-a-b", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        assert visible_gpus() == count
+    assert len(gpu_names()) == 2
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert gpu_names() == []
 
 
 def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "synthetic", "code": "1"}
-    facts |= {"address": "10.0.0.1", "interface": "eth0"}
-    cards = [
-        {"node_rank": 0, "host": "one", "facts": {**facts, "disk": 100.0, "offset": 0.0}},
-        {"node_rank": 1, "host": "two", "facts": {**facts, "disk": 1.25, "offset": -61.4}},
-        {"node_rank": 2, "host": "three", "facts": {**facts, "disk": None, "offset": 4.9}},
+    facts |= {"address": "10.0.0.1 eth0"}
+    nodes = [
+        NodeInfo(0, "one", {}, {**facts, "disk": 100.0, "offset": 0.0}),
+        NodeInfo(1, "two", {}, {**facts, "disk": 1.25, "offset": -61.4}),
+        NodeInfo(2, "three", {}, {**facts, "disk": None, "offset": 4.9}),
     ]
-    show(cards)
+    print_table(nodes)
     assert capsys.readouterr().out.splitlines()[4:] == [
         "warning: the clock of two is -61 s off that of one",
         "warning: two has only 1.2 GB of disk left for --output-dir",
@@ -132,18 +154,17 @@ def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
 def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
-    def target(placement: Placement) -> int:
-        def damaged(collective: preflight.Collective) -> preflight.Collective:
-            return lambda tensor, group: collective(tensor, group).add_(group.rank == 1 and tensor.numel() == 3027)
+    def target(env: RankEnv) -> int:
+        def damaged(tensor: torch.Tensor, ctx: DistContext) -> None:
+            collective(tensor, ctx)
+            tensor.add_(ctx.rank == 1 and tensor.numel() == 3027)
 
-        preflight.LARGEST = preflight.SMALLEST
-        preflight.COLLECTIVES = tuple(
-            (other, damaged(collective) if other == name else collective, share)
-            for other, collective, share in preflight.COLLECTIVES
-        )
-        return run_as_rank(preflight.check, parse(["--device=cpu"]), placement)
+        preflight.MAX_BYTES = preflight.MIN_BYTES
+        collective, share = preflight.COLLECTIVES[name]
+        preflight.COLLECTIVES[name] = (damaged, share)
+        return run_as_rank(preflight.check, Config.parse(["--device=cpu"]), env)
 
     ranks = Ranks(3, target)
     assert ranks.wait() == [3, 3, 3], ranks.output()
     errors = [line for line in ranks.output().splitlines() if "error" in line]
-    assert len(errors) == 1 and errors[0].startswith(f"error: {name} over gloo gave a wrong result on rank 1: ")
+    assert len(errors) == 1 and errors[0].startswith(f"error: {name} over gloo returned a wrong result on rank 1: ")

@@ -1,4 +1,4 @@
-"""A checkpoint file is whole, verified, and an ordinary torch file."""
+"""A checkpoint file is complete, verified, and an ordinary torch file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp import checkpoint
+from ddp.checkpoint import file as checkpoint
 from faults import fault
 from processes import train
 
@@ -34,46 +34,47 @@ def test_a_checkpoint_is_an_ordinary_torch_file(path: Path) -> None:
     assert zipfile.ZipFile(path).testzip() is None
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(path: Path) -> None:
     content = checkpoint.read(path)
     assert content["step"] == 7 and torch.equal(content["model"]["weight"], torch.arange(5000.0))
-    assert [name.name for name in path.parent.iterdir()] == [path.name], "a temporary file was left"
+    assert [name.name for name in path.parent.iterdir()] == [path.name], "a temporary file is left"
 
 
 @fault(4)
-def test_every_flipped_byte_is_noticed(path: Path) -> None:
+def test_every_flipped_byte_is_detected(path: Path) -> None:
     whole = path.read_bytes()
     generator = random.Random(0)
     for position in [0, len(whole) - 1, *generator.sample(range(len(whole)), 300)]:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(checkpoint.BadCheckpoint):
+        with pytest.raises(checkpoint.InvalidCheckpoint):
             checkpoint.verify(path)
     path.write_bytes(whole)
     checkpoint.verify(path)
 
 
 @fault(3)
-def test_every_truncation_is_noticed(path: Path) -> None:
+def test_every_truncation_is_detected(path: Path) -> None:
     whole = path.read_bytes()
     for length in [0, 1, 22, 70, 71, 72, len(whole) // 2, len(whole) - 71, len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(checkpoint.BadCheckpoint):
+        with pytest.raises(checkpoint.InvalidCheckpoint):
             checkpoint.verify(path)
 
 
-def test_a_torch_file_of_somebody_else_is_refused(path: Path) -> None:
+def test_a_torch_file_of_another_program_is_refused(path: Path) -> None:
     torch.save({"model": {}}, path)
-    with pytest.raises(checkpoint.BadCheckpoint, match="no digest"):
+    with pytest.raises(checkpoint.InvalidCheckpoint, match="no digest"):
         checkpoint.read(path)
-    checkpoint.write(path, {"model": {}})
-    with pytest.raises(checkpoint.BadCheckpoint, match="not a checkpoint of this project"):
-        checkpoint.read(path)
+    for content in ({"model": {}}, {"format": 2, "model": {}}):
+        checkpoint.write(path, content)
+        with pytest.raises(checkpoint.InvalidCheckpoint, match="not a checkpoint of this project and version"):
+            checkpoint.read(path)
 
 
 class Hostile:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a directory."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -83,19 +84,19 @@ class Hostile:
 
 
 @fault(6)
-def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
-    """Not as a bare pickle, and not in a file whose digest is right."""
+def test_a_hostile_pickle_runs_no_code(tmp_path: Path) -> None:
+    """Neither as a bare pickle, nor in a file whose digest is correct."""
     mark = tmp_path / "the code ran"
     bare, sealed = tmp_path / "bare.pt", tmp_path / "sealed.pt"
     bare.write_bytes(pickle.dumps(Hostile(mark)) + bytes(200))
     checkpoint.write(sealed, {"format": checkpoint.FORMAT, "model": Hostile(mark)})
     for path in (bare, sealed):
-        with pytest.raises(checkpoint.BadCheckpoint):
+        with pytest.raises(checkpoint.InvalidCheckpoint):
             checkpoint.read(path)
     assert not mark.exists()
     with pytest.raises(pickle.UnpicklingError):
         torch.load(sealed, weights_only=True)
-    assert pickle.loads(bare.read_bytes()) is None and mark.exists(), "the pickle was not hostile at all"
+    assert pickle.loads(bare.read_bytes()) is None and mark.exists(), "the pickle was not hostile"
 
 
 def test_a_failed_write_leaves_the_old_file(path: Path) -> None:
@@ -142,7 +143,9 @@ DAMAGE: dict[str, Any] = {
 
 @fault(3, 4)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_one_before_a_damaged_checkpoint_is_taken(damage: str, trained: Path, small: None, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    damage: str, trained: Path, small: None, tmp_path: Path
+) -> None:
     output = Path(shutil.copytree(trained, tmp_path / "run"))
     DAMAGE[damage](output / "checkpoints" / "step_00000006.pt")
     printed = train(2, "--dataset", "synthetic", "--batch-size", 32, "--max-steps", 8, "--output-dir", output)
@@ -151,7 +154,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(damage: str, trained: Path
 
 
 @fault(5)
-def test_when_all_are_bad_nothing_is_trained_afresh(trained: Path, small: None, tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_bad_the_run_does_not_start_afresh(trained: Path, small: None, tmp_path: Path) -> None:
     output = Path(shutil.copytree(trained, tmp_path / "run"))
     mark = tmp_path / "the code ran"
     for path, damage in zip(sorted((output / "checkpoints").iterdir()), (*DAMAGE.values(),), strict=False):
@@ -162,12 +165,12 @@ def test_when_all_are_bad_nothing_is_trained_afresh(trained: Path, small: None, 
     printed = train(2, "--dataset", "synthetic", "--max-steps", 8, "--output-dir", output, code=4)
     errors = [line for line in printed.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert all(f"step_{step:08d}.pt: " in errors[0] for step in (2, 4, 6, 7)), "a reason for each"
+    assert all(f"step_{step:08d}.pt: " in errors[0] for step in (2, 4, 6, 7)), "a reason for each checkpoint"
     assert {path.name: path.read_bytes() for path in (output / "checkpoints").iterdir()} == before
     assert not mark.exists()
 
 
-def test_the_newest_good_ones_are_kept_whatever_is_bad(trained: Path, small: None, tmp_path: Path) -> None:
+def test_the_newest_good_checkpoints_are_kept(trained: Path, small: None, tmp_path: Path) -> None:
     """A bad checkpoint does not count as one of the --keep-checkpoints."""
     output = Path(shutil.copytree(trained, tmp_path / "run"))
     flip(output / "checkpoints" / "step_00000006.pt")
@@ -180,23 +183,13 @@ def test_the_newest_good_ones_are_kept_whatever_is_bad(trained: Path, small: Non
     assert names == ["step_00000006.pt", "step_00000007.pt"]
 
 
-def test_the_content_is_what_the_readme_says(trained: Path) -> None:
+def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
     content = torch.load(trained / "checkpoints" / "step_00000006.pt", weights_only=True)
     assert set(content) == {
-        *("format", "code", "classes"),
-        *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "position"),
-        *(
-            "best",
-            "best_step",
-            "best_scores",
-            "evaluated",
-            "config",
-            "world_size",
-            "global_batch",
-            "samples",
-            "random",
-            "started_from",
-        ),
+        *("format", "sources", "classes"),
+        *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "samples_consumed"),
+        *("best", "best_step", "best_metrics", "evaluated_step"),
+        *("config", "world_size", "global_batch", "samples", "random", "started_from"),
     }
-    assert (content["step"], content["epoch"], content["position"]) == (6, 0, 6 * 64)
+    assert (content["step"], content["epoch"], content["samples_consumed"]) == (6, 0, 6 * 64)
     assert len(content["random"]) == content["world_size"] == 1

@@ -16,10 +16,11 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from template_copy import TEMPLATE
 
-from ddp.fingerprint import code_of
+from ddp.core.source_hash import hash_source_files
 from machines import Machine, Program
-from test_nodes import FOR_EVER, TEMPLATE, assert_nothing_left, project, two  # noqa: F401  # fixtures
+from test_nodes import FOR_EVER, assert_nothing_left, project, two  # noqa: F401  # fixtures
 
 SERVICE, JOB = yaml.safe_load_all((TEMPLATE / "launch" / "kubernetes.yaml").read_text())
 NAME = JOB["metadata"]["name"]
@@ -262,8 +263,8 @@ def ignored(path: str) -> bool:
 
 
 def test_the_image_holds_all_that_a_run_needs_and_starts_with_that_alone(tmp_path: Path) -> None:
-    code = [name.removeprefix("the file ") for name in code_of(TEMPLATE)]
-    assert "ddp/launcher/node.py" in code and not [name for name in [*code, "pyproject.toml"] if ignored(name)]
+    code = [name.removeprefix("the file ") for name in hash_source_files(TEMPLATE)]
+    assert "ddp/launcher/agent.py" in code and not [name for name in [*code, "pyproject.toml"] if ignored(name)]
     for name in code:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TEMPLATE / name, tmp_path / name)

@@ -11,14 +11,17 @@ import os
 import pickle
 import random
 import re
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import tarfile
+import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +31,30 @@ import pytest
 import torch
 import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
 import torch.nn.functional as F
+from benchmark_report import DATA, NO_SYNC, STRONG, WEAK
 from PIL import Image
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import tensorboard  # noqa: F401  the same
 from torch.utils.data import Dataset, DistributedSampler, Subset, TensorDataset, random_split
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
 import data
-import ddp.workers
+import ddp.data.images
+import ddp.data.workers
 import main
-from config import Config, parse
-from data import MEAN, STD, ImageFiles, ImagesInMemory
-from ddp.errors import EnvironmentFailure, UsageError
-from ddp.group import Group
-from ddp.loader import ResumableSampler, TestLoader, TrainLoader
-from ddp.speeds import DATA, SILENT, STRONG, WEAK
+from config import Config
+from data import MEAN, STD, build_transforms
+from ddp.core.errors import SetupError, UsageError
+from ddp.core.run_config import RunConfig
+from ddp.core.stop_signal import stop_signal
+from ddp.data.dataset import BatchDataset
+from ddp.data.images import ImageFiles, ImagesInMemory, decode_once
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.sampler import ResumableSampler
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.stop_sync import StopRequested
 from faults import fault
 from processes import on_ranks, train
 
@@ -55,7 +66,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(*words: Any) -> Config:
-    return parse([str(word) for word in words])
+    return Config.parse([str(word) for word in words])
 
 
 def the_error(output: str) -> str:
@@ -67,15 +78,22 @@ def the_error(output: str) -> str:
     return errors[0]
 
 
-def by_rank(world_size: int, function: Callable[[Group], Any]) -> list[Any]:
+def by_rank(world_size: int, function: Callable[[DistContext], Any]) -> list[Any]:
     """What `function` returns on each rank. None leaves before all are done: others may still be connecting to it."""
 
-    def and_wait(group: Group) -> Any:
-        result = function(group)
-        group.gather(None)
+    def and_wait(ctx: DistContext) -> Any:
+        result = function(ctx)
+        ctx.gather(None)
         return result
 
     return on_ranks(world_size, and_wait, "--device=cpu", "--timeout=60")
+
+
+def documented_examples(names: dict[str, Any], number: int) -> dict[str, Any]:
+    """Run an example from the docstring of data.py with these names defined; all names that it leaves."""
+    blocks = re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", data.__doc__ or "")
+    exec(textwrap.dedent(blocks[number]), names)
+    return names
 
 
 # ---- cifar10 --------------------------------------------------------------------------------------------------------
@@ -210,7 +228,6 @@ def closed_port() -> int:
 
 
 @fault(31)
-@pytest.mark.slow
 @pytest.mark.slow
 def test_four_processes_started_together_download_once(
     cifar10: Callable[..., FakeCifar10], template: Path, tmp_path: Path
@@ -394,7 +411,7 @@ def from_folder(folder: Path, *more: Any) -> tuple[Any, Any]:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(EnvironmentFailure) as raised:
+    with pytest.raises(SetupError) as raised:
         from_folder(folder)
     assert raised.value.exit_code == 3
     return str(raised.value)
@@ -449,14 +466,14 @@ def cut(path: Path) -> None:
 
 
 def shorten_header(path: Path) -> None:
-    """A PNG whose header is whole, says its checksum, but of 5 bytes."""
+    """A PNG whose header has a correct checksum, but only 5 bytes."""
     raw = path.read_bytes()
     header = b"IHDR" + raw[16:21]
     path.write_bytes(raw[:8] + struct.pack(">I", 5) + header + struct.pack(">I", zlib.crc32(header)) + raw[33:])
 
 
 def claim_a_huge_size(path: Path) -> None:
-    """A BMP that says that it has 50000 x 50000 pixels, which Pillow takes for an attack."""
+    """A BMP whose header claims 50000 x 50000 pixels, which Pillow takes for an attack."""
     raw = path.read_bytes()
     path.write_bytes(raw[:18] + struct.pack("<II", 50_000, 50_000) + raw[26:])
 
@@ -540,7 +557,7 @@ def test_an_image_file_is_read_as_torchvision_resizes_and_crops_it(
     (tmp_path / "all").mkdir()
     path = tmp_path / "all" / f"one.{ending}"
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path, quality=95)
-    dataset = ImageFiles(options("--image-size=40", *layout), tmp_path)
+    dataset = ImageFiles(tmp_path, build_transforms(options("--image-size=40", *layout)))
     _, _, images = dataset.__getitems__([0])
     expected = pil_to_tensor(center_crop(resize(Image.open(path).convert("RGB"), 40), [40, 40]))
     difference = (images[0].float() - expected.float()).abs()
@@ -564,7 +581,7 @@ def test_a_cache_is_written_once_and_anew_when_an_image_changes(
     first, files = cached(images, tmp_path / "cache")
     assert [name.split("-")[:2] for name in files] == [["train", "32"], ["val", "32"]]
     with monkeypatch.context() as patch:
-        patch.setattr(ImageFiles, "_read", None)  # nothing is decoded again
+        patch.setattr(ImageFiles, "read", None)  # nothing is decoded again
         again, same_files = cached(images, tmp_path / "cache")
     assert same_files == files and all(map(torch.equal, first, again))
     draw(images / "train" / "dog" / "1.png", "blue")
@@ -576,14 +593,14 @@ def test_a_cache_is_written_once_and_anew_when_an_image_changes(
 def test_processes_that_start_together_write_one_cache_and_train_from_it(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = data._decode
+    decode = ddp.data.images._decode
 
     def decode_and_note(files: ImageFiles, path: Path) -> None:
         with (tmp_path / "decoded").open("a") as file:
             print(path.name, file=file)
         decode(files, path)
 
-    monkeypatch.setattr(data, "_decode", decode_and_note)
+    monkeypatch.setattr(ddp.data.images, "_decode", decode_and_note)
     shared = ("--dataset", "imagefolder", "--data-dir", images, "--device", "cpu", "--batch-size", 2, "--epochs", 2)
     output = train(2, *shared, "--cache", tmp_path / "cache", "--output-dir", tmp_path / "out")
     decoded = (tmp_path / "decoded").read_text().split()
@@ -592,6 +609,33 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
     plain = train(2, *shared, "--output-dir", tmp_path / "plain")
     results = [re.findall(r"test   .*", text) for text in (output, plain)]
     assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
+
+
+class Inverted(ImageFiles):
+    """Reads images in another way."""
+
+    def read(self, path: str) -> Tensor:
+        return 255 - super().read(path)
+
+
+def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(images: Path, tmp_path: Path) -> None:
+    def decoded(kind: type[ImageFiles], size: int) -> Tensor:
+        files = kind(images / "train", build_transforms(options("--image-size", size)))
+        return decode_once(files, tmp_path / "cache").images
+
+    # A subclass is in another file, whose source counts as well; the same image size, the same files.
+    plain, inverted, larger = decoded(ImageFiles, 16), decoded(Inverted, 16), decoded(ImageFiles, 17)
+    assert torch.equal(inverted, 255 - plain) and larger.shape[2:] == (17, 17)
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
+
+
+def test_a_cache_is_written_whole_and_what_a_killed_process_left_is_deleted(images: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "train-32-0123456789abcdef.npy.12345.tmp").write_bytes(b"half an arr")
+    (cache / "of another program.tmp").write_bytes(b"")
+    _, files = cached(images, cache)
+    assert [name for name in files if name.endswith(".tmp")] == ["of another program.tmp"] and len(files) == 3
 
 
 def test_an_image_that_cannot_be_read_leaves_no_cache(images: Path, tmp_path: Path) -> None:
@@ -605,7 +649,7 @@ def test_an_image_that_cannot_be_read_leaves_no_cache(images: Path, tmp_path: Pa
 
 def test_a_cache_that_cannot_be_written_is_refused_with_its_folder(images: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(EnvironmentFailure, match=f"--cache {tmp_path / 'cache'}: "):
+    with pytest.raises(SetupError, match=f"--cache {tmp_path / 'cache'}: "):
         from_folder(images, "--cache", tmp_path / "cache")
 
 
@@ -619,26 +663,28 @@ def numbered(kind: str, config: Config, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(5)
     pictures = torch.randint(0, 256, (SAMPLES, 3, 32, 32), generator=generator, dtype=torch.uint8)
     if kind == "in memory":
-        return ImagesInMemory(config, pictures, torch.arange(SAMPLES), ["all"])
+        return ImagesInMemory(pictures, torch.arange(SAMPLES), ["all"], build_transforms(config))
     for number, picture in enumerate(pictures):
         path = folder / "all" / f"{number:02}.png"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
-    dataset = ImageFiles(config, folder)
+    dataset = ImageFiles(folder, build_transforms(config))
     dataset.samples = [(path, number) for number, (path, _) in enumerate(dataset.samples)]
-    return data._cached(dataset, folder.with_name("cache"), "train") if kind == "in cache" else dataset
+    return decode_once(dataset, folder.with_name("cache")) if kind == "in cache" else dataset
 
 
 Steps = list[dict[int, Tensor]]  # by step: the prepared image [3, h, w] of each sample number
 
 
-def seen(folder: Path, kind: str, world_size: int, *more: Any, epochs: tuple[int, ...] = (0,), position: int = 0):
+def seen(
+    folder: Path, kind: str, world_size: int, *more: Any, epochs: tuple[int, ...] = (0,), samples_consumed: int = 0
+):
     """What all ranks together train on, for each of these epochs as Steps."""
     config = options("--device=cpu", "--workers=0", "--batch-size", 12 // world_size, *more)
 
-    def steps_of_rank(group: Group) -> list[Steps]:
-        loader = TrainLoader(numbered(kind, config, folder), config, group)
+    def steps_of_rank(ctx: DistContext) -> list[Steps]:
+        loader = TrainLoader(numbered(kind, config, folder), config, ctx)
         return [
             [
                 {
@@ -646,7 +692,7 @@ def seen(folder: Path, kind: str, world_size: int, *more: Any, epochs: tuple[int
                     for inputs, targets in batches
                     for target, image in zip(targets, inputs, strict=True)
                 }
-                for batches in loader.steps(epoch, position)
+                for batches in loader.steps(epoch, samples_consumed)
             ]
             for epoch in epochs
         ]
@@ -694,7 +740,7 @@ def test_order_and_augmentation_do_not_depend_on_processes_or_workers(
 def test_many_images_are_augmented_alike_without_a_second_form_of_them_in_memory(
     expected: list[Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "MOST_FRAMED", 1000)
+    monkeypatch.setattr(ddp.data.images, "MAX_COPIED_BYTES", 1000)
     found = seen(tmp_path / "images", "in cache", 2, epochs=(0, 1))
     assert same(found[0], expected[0]) and same(found[1], expected[1])
 
@@ -709,7 +755,7 @@ def test_order_and_augmentation_do_not_depend_on_accumulation(expected: list[Ste
 def test_order_and_augmentation_go_on_after_a_resume(
     expected: list[Steps], tmp_path: Path, kind: str, world_size: int
 ) -> None:
-    found = seen(tmp_path, kind, world_size, "--workers", 2, epochs=(1,), position=12)
+    found = seen(tmp_path, kind, world_size, "--workers", 2, epochs=(1,), samples_consumed=12)
     assert same(found[0], expected[1][1:])
 
 
@@ -730,10 +776,10 @@ def test_batches_made_together_are_those_made_one_by_one_to_the_bit_and_the_plac
     pictures = torch.randint(0, 256, (50, 3, 31, 31), dtype=torch.uint8)
     config = options("--batch-size=3", "--image-size=31", "--workers=0")
 
-    def batches(group: Group) -> list[tuple[Tensor, Tensor]]:
-        dataset = ImagesInMemory(config, pictures, torch.arange(50), ["all"])
-        loader = TrainLoader(dataset, config, group)
-        assert (dataset.at_once > 100) == together
+    def batches(ctx: DistContext) -> list[tuple[Tensor, Tensor]]:
+        dataset = ImagesInMemory(pictures, torch.arange(50), ["all"], build_transforms(config))
+        loader = TrainLoader(dataset, config, ctx)
+        assert (dataset.chunk_size > 100) == together
         found = [(inputs, targets) for step in loader.steps(1) for inputs, targets in step]
         assert all(part.data_ptr() % 64 == 0 for batch in found for part in batch)
         return found
@@ -741,7 +787,7 @@ def test_batches_made_together_are_those_made_one_by_one_to_the_bit_and_the_plac
     together = True
     (ours,) = by_rank(1, batches)
     together = False
-    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 0)
+    monkeypatch.setattr(ddp.data.images, "CHUNK_PIXELS", 0)
     (theirs,) = by_rank(1, batches)
     assert len(ours) == len(theirs) == 16
     for one, other in zip(ours, theirs, strict=True):
@@ -760,7 +806,7 @@ def test_another_seed_gives_another_order_and_another_augmentation(expected: lis
 def test_augmentation_shifts_and_mirrors_and_does_nothing_else() -> None:
     config = options("--dataset=synthetic")
     pictures = torch.randint(0, 256, (400, 3, 32, 32), dtype=torch.uint8)
-    dataset = ImagesInMemory(config, pictures, torch.zeros(400), ["all"])
+    dataset = ImagesInMemory(pictures, torch.zeros(400), ["all"], build_transforms(config))
     batch = dataset.__getitems__(list(range(400)))
     plain, _ = dataset.prepare(batch)
     augmented, _ = dataset.prepare(dataset.augment(batch, 4))
@@ -779,13 +825,34 @@ def test_augmentation_shifts_and_mirrors_and_does_nothing_else() -> None:
     assert len(ways) == 50
 
 
+def test_crops_flips_and_normalisation_may_be_changed() -> None:
+    pictures = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
+    plain = replace(build_transforms(options()), mean=(0, 0, 0), std=(1, 1, 1), padding=0, flip=0)
+
+    def seen_in_training(kind: type[ImagesInMemory], **changes: Any) -> Tensor:
+        dataset = kind(pictures, torch.arange(50), ["all"], replace(plain, **changes))
+        return dataset.prepare(dataset.augment(dataset.__getitems__(list(range(50))), 1))[0]
+
+    Darker = documented_examples({"ImagesInMemory": ImagesInMemory}, 0)["Darker"]
+
+    images = pictures / 255
+    assert torch.allclose(seen_in_training(ImagesInMemory), images)
+    assert torch.allclose(seen_in_training(ImagesInMemory, flip=1), images.flip(3))
+    assert torch.allclose(seen_in_training(Darker, flip=1), (pictures // 2).flip(3) / 255)
+    assert torch.allclose(
+        seen_in_training(ImagesInMemory, mean=(0.5, 0, 1), std=(2, 3, 4))[:, 0], (images[:, 0] - 0.5) / 2
+    )
+    padded = seen_in_training(ImagesInMemory, padding=1 / 4)
+    assert 0 < (padded[:, :, 0] == 0).all(2).all(1).sum() < 50, "black rows, where an image was moved down"
+
+
 def test_images_are_normalised_and_evaluation_does_not_augment() -> None:
     config = options("--dataset=synthetic")
     pictures = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8)
-    dataset = ImagesInMemory(config, pictures, torch.arange(9), ["all"])
+    dataset = ImagesInMemory(pictures, torch.arange(9), ["all"], build_transforms(config))
 
-    def evaluated(group: Group) -> dict[int, Tensor]:
-        loader = TestLoader(dataset, options("--batch-size=2"), group)
+    def evaluated(ctx: DistContext) -> dict[int, Tensor]:
+        loader = EvalLoader(dataset, options("--batch-size=2"), ctx)
         return {int(t): image for inputs, targets in loader for t, image in zip(targets, inputs, strict=True)}
 
     parts = by_rank(2, evaluated)
@@ -795,19 +862,38 @@ def test_images_are_normalised_and_evaluation_does_not_augment() -> None:
         assert torch.allclose(together[number], (picture / 255 - mean) / std, atol=1e-5)
 
 
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_batches_are_on_the_gpu_also_if_the_images_stay_in_host_memory(
+    resident: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fake tensors, which have a device and no content: they need no GPU, and refuse to mix devices."""
+    monkeypatch.setattr(ddp.data.images, "draw_crops", ddp.data.images.draw_crops.__wrapped__)
+    monkeypatch.setattr(ddp.data.images, "MAX_COPIED_BYTES", 1 << 30 if copied else 0)
+    transforms = build_transforms(options("--image-size=40"))
+    with FakeTensorMode():
+        where = torch.device("cuda" if resident else "cpu")
+        pictures, targets = (torch.zeros(9, 3, 32, 32, device=where).to(torch.uint8), torch.zeros(9, device=where))
+        dataset = ImagesInMemory(pictures, targets, ["all"], transforms)
+        batch = [part.to("cuda") for part in dataset.__getitems__([3, 1])]
+        for prepared in (dataset.prepare(batch), dataset.prepare(dataset.augment(batch, 0))):
+            assert [part.device.type for part in prepared] == ["cuda", "cuda"]
+            assert [part.shape for part in prepared] == [(2, 3, 40, 40), (2,)]
+
+
 # ---- the sampler ----------------------------------------------------------------------------------------------------
 
 
 def sampled(
-    samples: int, world_size: int, global_batch: int, epoch: int, position: int, seed: int = 0
+    samples: int, world_size: int, global_batch: int, epoch: int, samples_consumed: int, seed: int = 0
 ) -> list[list[int]]:
-    """Which samples each rank is given from `position` on."""
+    """Which samples each rank is given after the first `samples_consumed` ones."""
     found = []
     for rank in range(world_size):
         sampler = ResumableSampler(Numbers(samples), rank, world_size, global_batch, seed)
-        sampler.set_position(epoch, position)
+        sampler.start_at(epoch, samples_consumed)
         found.append(list(sampler))
-        assert len(sampler) == len(found[-1]) == sampler.steps_left(position) * global_batch // world_size
+        assert len(sampler) == len(found[-1]) == sampler.steps_left(samples_consumed) * global_batch // world_size
     return found
 
 
@@ -822,39 +908,39 @@ def test_at_the_start_of_an_epoch_the_order_is_that_of_distributed_sampler(
         assert ours == list(theirs)
 
 
-def test_all_ranks_are_given_the_same_number_of_samples_from_any_position() -> None:
+def test_all_ranks_are_given_the_same_number_of_samples_after_any_number_of_them() -> None:
     for samples, world_size, batch in itertools.product((1, 5, 16, 97, 100), (1, 2, 3, 5), (1, 3, 4)):
         global_batch = world_size * batch
-        for position in range(0, samples + 1, 3):
-            parts = sampled(samples, world_size, global_batch, 1, position)
-            assert {len(part) for part in parts} == {(samples - position) // global_batch * batch}
+        for samples_consumed in range(0, samples + 1, 3):
+            parts = sampled(samples, world_size, global_batch, 1, samples_consumed)
+            assert {len(part) for part in parts} == {(samples - samples_consumed) // global_batch * batch}
 
 
 def test_after_any_changes_of_the_number_of_processes_no_sample_comes_twice() -> None:
     choose = random.Random(0)
     for _ in range(100):
-        samples, position, used = choose.randrange(1, 200), 0, []
+        samples, samples_consumed, used = choose.randrange(1, 200), 0, []
         for world_size in choose.choices((1, 2, 3, 5, 8), k=3):
             batch = choose.randrange(1, 6)
             global_batch = world_size * batch
-            parts = sampled(samples, world_size, global_batch, 2, position)
+            parts = sampled(samples, world_size, global_batch, 2, samples_consumed)
             left = len(parts[0]) // batch
             steps = left if world_size == 1 else choose.randint(0, left)
             used += [index for part in parts for index in part[: steps * batch]]
-            position += steps * global_batch
-        assert len(used) == len(set(used)) == position
+            samples_consumed += steps * global_batch
+        assert len(used) == len(set(used)) == samples_consumed
         whole = sampled(samples, 1, 1, 2, 0)[0]
-        assert set(used) == set(whole[:position])  # so at the end only the last ones are missing
+        assert set(used) == set(whole[:samples_consumed])  # so at the end only the last ones are missing
 
 
 def test_resumed_from_2_processes_to_3_then_to_1_each_sample_comes_once() -> None:
     """101 samples, 4 a process: 3 steps of 8, 2 of 12, 13 of 4 leave 1, which fills no step."""
     numbers = Numbers(101)
 
-    def part(world_size: int, position: int, steps: int) -> list[int]:
-        def trained_on(group: Group) -> list[int]:
-            loader = TrainLoader(numbers, options("--batch-size=4", "--workers=0"), group)
-            batches = itertools.chain(*itertools.islice(loader.steps(3, position), steps))
+    def part(world_size: int, samples_consumed: int, steps: int) -> list[int]:
+        def trained_on(ctx: DistContext) -> list[int]:
+            loader = TrainLoader(numbers, options("--batch-size=4", "--workers=0"), ctx)
+            batches = itertools.chain(*itertools.islice(loader.steps(3, samples_consumed), steps))
             return [int(number) for _, targets in batches for number in targets]
 
         return [number for rank in by_rank(world_size, trained_on) for number in rank]
@@ -886,7 +972,7 @@ class Graph:
         return self
 
 
-class WholeTokens(Tokens):
+class WholeTokens(Tokens, BatchDataset):
     """The same, by whole batches, which become inputs and targets on the device."""
 
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
@@ -912,19 +998,19 @@ class Sum(nn.Module):
         return (self.weights * batch["text"] * batch["mask"]).sum(1)
 
 
-class TokensAtOnce(WholeTokens):
+class TokensInChunks(WholeTokens):
     """The same, several batches together, which are cut up again."""
 
-    at_once = 16
+    chunk_size = 16
 
     def prepare(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
         assert len(batch["text"]) == 16
         return super().prepare({name: part for name, part in batch.items() if name != "source"})
 
 
-@pytest.mark.parametrize("kind", [Tokens, WholeTokens, TokensAtOnce])
+@pytest.mark.parametrize("kind", [Tokens, WholeTokens, TokensInChunks])
 def test_inputs_may_be_a_dictionary(kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sums(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
         correct = ((outputs - targets).abs() < 1).sum()
         return {"loss": loss.detach() * len(targets), "count": len(targets), "correct": correct}
 
@@ -932,16 +1018,16 @@ def test_inputs_may_be_a_dictionary(kind: type[Tokens], tmp_path: Path, monkeypa
         monkeypatch.setattr(module, "load_datasets", lambda config: (kind(), kind()))
         monkeypatch.setattr(module, "build_model", lambda config, train_set: Sum())
         monkeypatch.setattr(module, "compute_loss", lambda outputs, targets, config: F.l1_loss(outputs, targets))
-    monkeypatch.setattr(main, "sums", sums)
+    monkeypatch.setattr(main, "batch_totals", batch_totals)
     options = ("--batch-size", "4", "--lr", "1e-3", "--device", "cpu")
     train(2, *options, "--epochs", 5, "--output-dir", tmp_path)
     last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
     assert last["count"] == 64 and last["loss"] < 5, "32 without weights"
 
-    def kinds(group: Group) -> list[str]:
-        return [row.kind for row in benchmark._round(benchmark.Task(parse(options)), group, seconds=0.001)]
+    def kinds(ctx: DistContext) -> list[str]:
+        return [row.kind for row in benchmark._round(benchmark.Task(Config.parse(options)), ctx, seconds=0.001)]
 
-    assert on_ranks(2, kinds)[0] == [WEAK, SILENT, DATA, STRONG]
+    assert on_ranks(2, kinds)[0] == [WEAK, NO_SYNC, DATA, STRONG]
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -966,21 +1052,21 @@ class Numbers(Dataset):
 @fault(17)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_whatever_the_sizes_no_rank_waits_for_another_in_vain(world_size: int) -> None:
-    """Every rank takes part in a sum after each batch: one batch more on one of them, and it would wait for ever."""
+    """Every rank takes part in a sum after each batch: one batch more on one of them, and it would wait without end."""
 
-    def train_on_all(group: Group) -> list[tuple[int, ...]]:
+    def train_on_all(ctx: DistContext) -> list[tuple[int, ...]]:
         taken: list[tuple[int, ...]] = []
         for samples, batch, passes in itertools.product((1, 2, 5, 12, 31), (1, 2, 5), (1, 2)):
             config = options("--workers=0", "--batch-size", batch, "--grad-accum-steps", passes)
             try:
-                loader = TrainLoader(Numbers(samples), config, group)
+                loader = TrainLoader(Numbers(samples), config, ctx)
             except UsageError:
                 taken.append((samples, batch, passes, 0))
                 continue
             steps = 0
             for batches in loader.steps(0):
                 for number, (_, targets) in enumerate(batches, start=1):
-                    total = group.sum(torch.tensor([len(targets), number]))
+                    total = ctx.sum(torch.tensor([len(targets), number]))
                     assert total.tolist() == [batch * world_size, number * world_size]
                 assert number == passes
                 steps += 1
@@ -1056,18 +1142,18 @@ def test_processes_that_find_different_data_are_told_at_once(
 
 @pytest.mark.slow
 def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_again(tmp_path: Path) -> None:
-    """As Python before 3.10.15 and 3.11.10 may; torch alone would wait for it for ever."""
+    """As Python before 3.10.15 and 3.11.10 may; torch alone would wait for it without end."""
 
     def stand_still_once() -> None:
         if len(multiprocessing.active_children()) == 1 and not (tmp_path / "stuck").exists():
             (tmp_path / "stuck").write_text(str(os.getpid()))
             time.sleep(600)
 
-    def result(group: Group) -> Any:
-        ddp.workers.PATIENCE_S = (1.0, 60.0)
+    def result(ctx: DistContext) -> Any:
+        ddp.data.workers.START_TIMEOUT_S = (1.0, 60.0)
         os.register_at_fork(after_in_child=stand_still_once)
-        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 2), group)
-        without = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 0), group)
+        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 2), ctx)
+        without = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 0), ctx)
         return [[batch[1].tolist() for step in each.steps(0) for batch in step] for each in (loader, without)]
 
     [(found, expected)] = on_ranks(1, result, "--device=cpu")
@@ -1076,10 +1162,176 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
         os.kill(int((tmp_path / "stuck").read_text()), 0)
 
 
+class Traced(BatchDataset):
+    """Eight samples; notes what happens to their batches. Something in them is no tensor, and can be moved."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, ...]:
+        self.events.append(("read", len(indices)))
+        return torch.tensor(indices), self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Traced:  # type: ignore[override]
+        self.events.append("move")
+        return self
+
+    def augment(self, batch: Any, epoch: int) -> Any:
+        self.events.append(("augment", epoch))
+        return batch
+
+    def prepare(self, batch: Any) -> Any:
+        self.events.append("prepare")
+        return batch[0].float(), batch[0]
+
+
+class TracedInChunks(Traced):
+    chunk_size = 5
+
+
+def test_a_batch_is_read_moved_augmented_prepared_and_split() -> None:
+    def traced(ctx: DistContext) -> list[Any]:
+        found: list[Any] = []
+        for dataset in (Traced(), Subset(Traced(), range(8)), TracedInChunks()):
+            inner = dataset.dataset if isinstance(dataset, Subset) else dataset
+            config = options("--batch-size=2", "--workers=0")
+            for _, targets in next(TrainLoader(dataset, config, ctx).steps(epoch=3)):
+                found.append([*inner.events, len(targets)])
+            inner.events.clear()
+            for _, targets in EvalLoader(dataset, config, ctx):
+                found.append([*inner.events, len(targets)])
+                break
+        return found
+
+    (found,) = by_rank(1, traced)
+    train_step = [("read", 2), "move", ("augment", 3), "prepare", 2]
+    eval_step = [("read", 2), "move", "prepare", 2]
+    chunks = [("read", 4), "move", ("augment", 3), "prepare", 2], [("read", 4), "move", "prepare", 4]
+    assert found == [train_step, eval_step, train_step, eval_step, *chunks]
+
+
+class Hook(Dataset):
+    """A plain dataset, to which a test adds one of the hooks."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(2), index
+
+
+@pytest.mark.parametrize("name", ["augment", "prepare", "chunk_size", "in_memory", "to"])
+@pytest.mark.parametrize("loader", [TrainLoader, EvalLoader])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_plain_dataset_with_a_hook_is_refused(name: str, loader: Any, wrapped: bool) -> None:
+    dataset = type("Mine", (Hook,), {name: None})()
+    with pytest.raises(UsageError) as raised:
+        loader(Subset(dataset, range(4)) if wrapped else dataset, options("--batch-size=2"), ctx=None)
+    assert str(raised.value) == f"dataset Mine has {name}: subclass ddp.data.dataset.BatchDataset"
+
+
+def test_a_run_on_a_plain_dataset_with_a_hook_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = type("Mine", (Numbers,), {"prepare": lambda self, batch: batch})(8)
+    monkeypatch.setattr(main, "load_datasets", lambda config: (dataset, Numbers(7)))
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 16))
+    output = train(2, "--device=cpu", "--batch-size=4", "--output-dir", tmp_path / "out", code=2)
+    assert the_error(output) == "error: dataset Mine has prepare: subclass ddp.data.dataset.BatchDataset"
+
+
+class Noise(Dataset):
+    """Samples that hold random numbers of every kind."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()]), index
+
+
+class PreparedNoise(Noise, BatchDataset):
+    """The same, sample by sample, and then prepared as a batch."""
+
+    def augment(self, batch: Any, epoch: int) -> Any:
+        return batch[0] + epoch, batch[1]
+
+    def prepare(self, batch: Any) -> Any:
+        return 10 * batch[0], batch[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_with_random_numbers_are_seeded_by_sample_and_epoch(workers: int) -> None:
+    """Also those of a BatchDataset that has no __getitems__ of its own."""
+
+    def samples(dataset: Dataset) -> Callable[[DistContext], dict[int, list[float]]]:
+        def of_rank(ctx: DistContext) -> dict[int, list[float]]:
+            before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+            loader = TrainLoader(dataset, options("--batch-size=2", "--workers", workers), ctx)
+            found = {
+                int(i): x.tolist() for step in loader.steps(2) for xs, ys in step for x, i in zip(xs, ys, strict=True)
+            }
+            after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+            assert before == after, "the generators of the process itself are left alone"
+            return found
+
+        return of_rank
+
+    (alone,) = by_rank(1, samples(Noise()))
+    assert len({tuple(numbers) for numbers in alone.values()}) == 16
+    two = by_rank(2, samples(Noise()))
+    assert {**two[0], **two[1]} == alone
+    (prepared,) = by_rank(1, samples(PreparedNoise()))
+    assert prepared == {number: pytest.approx([10 * (x + 2) for x in values]) for number, values in alone.items()}
+    (part,) = by_rank(1, samples(Subset(PreparedNoise(), range(16))))
+    assert part == prepared
+
+
+def test_torchvisions_own_transforms_work_as_data_py_shows_them(images: Path) -> None:
+    """The same for any number of processes and workers."""
+    config = options("--data-dir", images, "--image-size=24", "--batch-size=1", "--device=cpu")
+    names = documented_examples({"config": config, "MEAN": MEAN, "STD": STD}, 1)
+
+    def samples(workers: int) -> Callable[[DistContext], list[Any]]:
+        def of_rank(ctx: DistContext) -> list[Any]:
+            loader = TrainLoader(names["train_set"], replace(config, workers=workers), ctx)
+            return [(inputs.shape, inputs.sum().item()) for step in loader.steps(1) for inputs, _ in step]
+
+        return of_rank
+
+    for number in range(4):
+        colors = numpy.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=numpy.uint8)
+        Image.fromarray(colors).save(sorted((images / "train").rglob("*.png"))[number])
+    (alone,) = by_rank(1, samples(0))
+    assert len(set(alone)) == 4 and {shape for shape, _ in alone} == {(1, 3, 24, 24)}
+    assert sorted(sample for rank in by_rank(2, samples(2)) for sample in rank) == sorted(alone)
+    inputs, targets = next(iter(names["test_set"]))
+    assert inputs.shape == (3, 24, 24) and targets == 0 and names["train_set"].classes == ["cat", "dog"]
+
+
+def test_the_name_of_the_data_is_that_of_the_dataset_or_of_the_option() -> None:
+    class Named(Numbers):
+        name = "my numbers"
+
+    class NamedBatches(Tokens, BatchDataset):
+        name = "my batches"
+
+    def names(ctx: DistContext) -> list[str]:
+        config = options("--batch-size=2", "--workers=0")
+        datasets = Named(8), NamedBatches(), Subset(NamedBatches(), range(8)), Numbers(8)
+        found = [TrainLoader(dataset, config, ctx).name for dataset in datasets]
+        return [*found, TrainLoader(Numbers(8), RunConfig(batch_size=2, workers=0), ctx).name]
+
+    assert by_rank(1, names) == [["my numbers", "my batches", "my batches", "cifar10", "Numbers"]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_has_only_getitem_is_batched(workers: int) -> None:
-    def batches_of_rank(group: Group) -> list[tuple[Tensor, Tensor]]:
-        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", workers), group)
+    def batches_of_rank(ctx: DistContext) -> list[tuple[Tensor, Tensor]]:
+        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", workers), ctx)
         return [batch for batches in loader.steps(0) for batch in batches]
 
     ranks = by_rank(2, batches_of_rank)
@@ -1100,17 +1352,17 @@ def test_a_dataset_that_has_only_getitem_is_batched(workers: int) -> None:
     ],
 )
 def test_the_datasets_of_torch_are_batched(make: Callable[[], Dataset]) -> None:
-    def batches_of_rank(group: Group) -> list[list[int]]:
-        loader = TrainLoader(make(), options("--batch-size=4", "--workers=0"), group)
+    def batches_of_rank(ctx: DistContext) -> list[list[int]]:
+        loader = TrainLoader(make(), options("--batch-size=4", "--workers=0"), ctx)
         return [list(targets.shape) for batches in loader.steps(0) for _, targets in batches]
 
     assert by_rank(1, batches_of_rank) == [[[4], [4]]]
 
 
 def test_a_part_of_the_images_is_still_prepared(small: None) -> None:
-    def batches_of_rank(group: Group) -> list[torch.dtype]:
+    def batches_of_rank(ctx: DistContext) -> list[torch.dtype]:
         whole, _ = data.load_datasets(options("--dataset=synthetic"))
-        loader = TrainLoader(Subset(whole, range(64)), options("--batch-size=32", "--workers=0"), group)
+        loader = TrainLoader(Subset(whole, range(64)), options("--batch-size=32", "--workers=0"), ctx)
         return [inputs.dtype for batches in loader.steps(0) for inputs, targets in batches]
 
     assert by_rank(1, batches_of_rank) == [[torch.float32] * 2]
@@ -1131,9 +1383,9 @@ def test_another_dataset_and_model_are_trained_without_a_change_to_main(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_reads_each_sample_once(world_size: int, workers: int) -> None:
-    def read(group: Group) -> list[list[int]]:
+    def read(ctx: DistContext) -> list[list[int]]:
         config = options("--batch-size=8", "--workers", workers)
-        loaders = [TestLoader(Numbers(samples), config, group) for samples in (1, 7, 100, 101)]
+        loaders = [EvalLoader(Numbers(samples), config, ctx) for samples in (1, 7, 100, 101)]
         return [[int(number) for _, targets in loader for number in targets] for loader in loaders]
 
     ranks = by_rank(world_size, read)
@@ -1143,11 +1395,27 @@ def test_evaluation_reads_each_sample_once(world_size: int, workers: int) -> Non
 
 def test_evaluation_takes_images_in_memory_as_they_are_made_many_at_once() -> None:
     config = options("--dataset=synthetic", "--batch-size=16")
-    dataset = ImagesInMemory(config, torch.zeros(600, 3, 32, 32, dtype=torch.uint8), torch.arange(600), ["all"])
+    images = torch.zeros(600, 3, 32, 32, dtype=torch.uint8)
+    dataset = ImagesInMemory(images, torch.arange(600), ["all"], build_transforms(config))
 
-    def sizes(group: Group) -> tuple[list[int], list[int]]:
-        training = next(TrainLoader(dataset, config, group).steps(0))
-        return [len(targets) for _, targets in TestLoader(dataset, config, group)], [len(t) for _, t in training]
+    def sizes(ctx: DistContext) -> tuple[list[int], list[int]]:
+        training = next(TrainLoader(dataset, config, ctx).steps(0))
+        return [len(targets) for _, targets in EvalLoader(dataset, config, ctx)], [len(t) for _, t in training]
 
     assert by_rank(1, sizes) == [([256, 256, 88], [16])]
     assert by_rank(2, sizes) == [([256, 44], [16])] * 2
+
+
+def test_a_stop_is_raised_in_an_evaluation_on_every_rank_after_the_same_batch() -> None:
+    def evaluated(ctx: DistContext) -> tuple[int, int | None]:
+        batches = 0
+        if ctx.rank == 1:
+            stop_signal.mark_requested(signal.SIGTERM)
+        try:
+            for _ in EvalLoader(Numbers(101), options("--batch-size=2", "--workers=0"), ctx):
+                batches += 1
+        except StopRequested as request:
+            return batches, request.decision.reason
+        return batches, None
+
+    assert by_rank(2, evaluated) == [(1, signal.SIGTERM)] * 2

@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: its pieces of code and its commands are run from its own text."""
+"""The documentation is tested: its examples and its commands are taken from its text, and run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from cookiecutter.main import cookiecutter
 from outputs import free_port
 
-from ddp.launch import Placement
+from ddp.distributed.rank_env import RankEnv
 from processes import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ PIECES = re.findall(
 
 
 def environment() -> dict[str, str]:
-    """That of somebody who has activated this environment, as root on a small machine."""
+    """The variables of a user who has activated this environment, as root on a small machine."""
     bin = str(Path(sys.executable).parent)
     open_mpi = {
         f"OMPI_{name}": "1"
@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: str, project: Path) -> str:
-    """What a command prints that is typed in the project's folder. Fails unless it ends with 0."""
+    """The output of a command that is typed in the project's folder. Fails unless it exits with 0."""
     words = ["bash", "-c", command]
     done = subprocess.run(words, cwd=project, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -58,7 +58,7 @@ def run(command: str, project: Path) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project made with the defaults."""
+    """A project rendered with the defaults."""
     return Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path_factory.mktemp("rendered"))))
 
 
@@ -67,12 +67,12 @@ def test_every_piece_of_code_is_found_with_what_it_prints() -> None:
 
 
 @pytest.mark.parametrize(("code", "printed"), [piece[1:] for piece in PIECES], ids=[piece[0] for piece in PIECES])
-def test_a_piece_of_code_prints_what_stands_below_it(code: str, printed: str) -> None:
-    """On two processes with the variables of torchrun, where it needs them."""
+def test_a_piece_of_code_prints_the_output_below_it(code: str, printed: str) -> None:
+    """On two processes with the variables of torchrun, if it needs them."""
     world_size, port = (2 if "dist." in code or "RANK" in code else 1), str(free_port())
 
-    def target(placement: Placement) -> int:
-        rank = str(placement.rank)
+    def target(rank_env: RankEnv) -> int:
+        rank = str(rank_env.rank)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         exec(compile(code, "try.py", "exec"), {"__name__": "__main__"})
         return 0
@@ -89,24 +89,24 @@ CHINESE = (REPOSITORY / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
 def headings(text: str) -> list[int]:
-    """Their levels, in order."""
+    """The levels of the headings, in order."""
     return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
 
 
 def blocks(text: str) -> list[list[str]]:
-    """The indented lines, block by block: commands, and what a file is for. Without what is said of them in words."""
+    """The indented lines, block by block: commands and file names, without the text after them."""
     found = re.findall(r"(?:^    \S[^\n]*\n)+", text, re.MULTILINE)
     return [[re.split(r" {2,}", line.strip())[0] for line in block.splitlines()] for block in found]
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """Of each table and each row: its commands and its numbers; the words differ."""
+    """The commands and the numbers of each row of each table; the words differ."""
     found = re.findall(r"(?:^\|[^\n]*\n)+", text, re.MULTILINE)
     return [[sorted(re.findall(r"`[^`]*`|\d+(?:[.,]\d+)*", row)) for row in table.splitlines()] for table in found]
 
 
 @pytest.mark.parametrize("part", [headings, blocks, tables])
-def test_the_chinese_readme_is_in_step(part: Callable[[str], list[Any]]) -> None:
+def test_the_chinese_readme_has_the_same_structure(part: Callable[[str], list[Any]]) -> None:
     english, chinese = part(ENGLISH), part(CHINESE)
     assert len(english) >= 2
     assert chinese == english
@@ -118,14 +118,32 @@ def test_the_chinese_readme_names_the_same_commands_and_links() -> None:
         assert found[1] == found[0]
 
 
+# ---- the generated README -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launchers", json.loads((REPOSITORY / "cookiecutter.json").read_text())["launchers"])
+def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, tmp_path: Path) -> None:
+    answers = {"launchers": launchers}
+    project = Path(cookiecutter(str(REPOSITORY), no_input=True, extra_context=answers, output_dir=str(tmp_path)))
+    text = (project / "README.md").read_text(encoding="utf-8")
+    scripts = {path.relative_to(project).as_posix() for path in project.glob("launch/*")}
+    assert {name.rstrip(".") for name in re.findall(r"\blaunch/\w[\w.]*", text)} == scripts
+    assert bool(re.search(r"\blaunch/", text)) == bool(scripts)
+    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) == anchors, "the contents and the links lead to all sections"
+    assert all(part.count("\n") > 3 for part in text.split("\n## ")), "no section is empty"
+    assert "\n\n\n" not in text and "{%" not in text
+
+
 # ---- the commands of the generated README ---------------------------------------------------------------------------
 
 PROGRAMS = (
     r"python3? |pip |pytest|torchrun |mpirun |srun |sbatch |scancel |docker |kubectl |tensorboard |bash |sudo |sed "
 )
 TO_TYPE = re.compile(rf"(?:[A-Z_]+=\S+ )?(?:\./launch_node|launch/\w+\.\w+ |nvidia-smi|ss |py-spy |{PROGRAMS})")
-TINY = "--dataset synthetic --max-steps 2 --device cpu --output-dir runs/"  # the last of an option counts
-# Run as they stand, and this behind them so that they take a moment; {} is a folder of its own.
+TINY = "--dataset synthetic --max-steps 2 --device cpu --output-dir runs/"  # the last value of an option counts
+# Commands to run as they are, and what is appended so that they take a moment; {} becomes a directory of its own.
 RUN = {
     "python main.py --help": "",
     "python main.py --dataset synthetic --output-dir runs/one": f"{TINY}{{}}",
@@ -141,7 +159,7 @@ RUN = {
     "bash launch/slurm.sbatch --help": "",
     "pytest -k order": "",
 }
-# Tested there with other names, addresses, models or sizes; or why not.
+# Commands that another test runs, with other names, addresses, models or sizes; or the reason not to.
 ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": "test_generator",
     "pip install -e .": "test_generator",
@@ -172,19 +190,19 @@ NOT_HERE = (
     "nvidia-smi",
     "ss -ltnp",
     "py-spy ",
-)  # test_containers reads the files
+)  # test_containers checks the files
 
 
 def commands(text: str) -> list[str]:
-    """What a reader may type: the lines of indented blocks, and what stands in backticks, that begin as a command."""
+    """What a reader may type: lines of indented blocks and text in backticks that begin like a command."""
     lines = [line.split("  #")[0].strip() for line in re.findall(r"^    (\S[^\n]*)", text, re.MULTILINE)]
     found = lines + re.findall(r"`([^`\n]+)`", text)
     return list(dict.fromkeys(line.strip() for line in found if TO_TYPE.match(line)))
 
 
 def test_every_command_of_the_generated_readme_is_run_by_a_test() -> None:
-    there = [command for command in commands(README) if not command.startswith(NOT_HERE)]
-    assert sorted(there) == sorted([*RUN, *ELSEWHERE])
+    shown = [command for command in commands(README) if not command.startswith(NOT_HERE)]
+    assert sorted(shown) == sorted([*RUN, *ELSEWHERE])
 
 
 @pytest.mark.slow
@@ -201,11 +219,19 @@ def test_a_command_of_the_generated_readme_works(command: str, project: Path) ->
 
 @pytest.fixture(scope="module")
 def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with a third convolution and the option that the README adds, and a run of two processes in it."""
+    """A project with a third convolution, and the option and the EMA of the README; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
     (option,) = re.findall(r"a line in `Config` in `config.py`, such as `([^`]*)`", README)
+    (make,) = re.findall(r"^    (ema = .*)", README, re.MULTILINE)
+    (update,) = re.findall(r"^    (ema\.update.*)", README, re.MULTILINE)
+    assert re.findall(r"^    run\.resume\(\.\.\., meter=meter, ema=ema\)$", README, re.MULTILINE)
     edits = {
-        "config.py": {"    epochs: int = ": f"    {option}\n    epochs: int = "},
+        "config.py": {"    lr: float = ": f"    {option}\n    lr: float = "},
+        "main.py": {
+            "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
+            "meter=meter)": "meter=meter, ema=ema)",
+            "                scaler.update()\n": f"                scaler.update()\n                {update}\n",
+        },
         "model.py": {
             "        self.pool = ": "        self.conv3 = nn.Conv2d(16, 16, 3, padding=1)\n        self.pool = ",
             "        x = x.flatten(1)": "        x = F.relu(self.conv3(x))\n        x = x.flatten(1)",
@@ -226,6 +252,16 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_an_option_is_added_by_the_line_of_the_readme(edited: Path) -> None:
     assert json.loads((edited / "runs/cifar10-ToyModel/config.json").read_text())["options"]["smoothing"] == 0.5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_average_that_the_readme_adds(edited: Path) -> None:
+    checkpoint = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)
+    assert checkpoint["ema"]["n_averaged"] == 2, "the number of steps"
+    average, weights = (checkpoint[name] for name in ("ema", "model"))
+    assert not torch.equal(average["module.conv3.weight"], weights["conv3.weight"])
+    said = run(f"python main.py --nproc 2 --smoothing 0.5 {TINY}cifar10-ToyModel --max-steps 3", edited)
+    assert "resuming from" in said
 
 
 @pytest.mark.slow

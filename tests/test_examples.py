@@ -1,6 +1,6 @@
-"""The examples, laid over a rendered project: trained by two processes, killed and resumed once, evaluated exactly.
+"""The examples in a rendered project: two processes train them, are killed and resume; evaluations are exact.
 
-The project's own tests show that, since they hold for any task; and here is what only this task can show.
+The project's own tests cover most of this, because they hold for any task. These tests add what is special to each.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from cookiecutter.main import cookiecutter
 from outputs import lines, weights_and_momentum
 from PIL import Image
 
-from config import parse
-from ddp.errors import UsageError
+from ddp.core.errors import UsageError
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NAMES = ["language_model", "linear_regression", "voc_segmentation"]
 
 
 def readme(name: str) -> str:
-    return (REPOSITORY / "examples" / name / "README.md").read_text(encoding="utf-8")
+    return (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
 
 
 def options_of(text: str) -> list[str]:
-    """Those of the first command that a README shows, after --nproc 2."""
-    found = re.search(r"^    python main\.py --nproc 2 ([^\n#]*)", text, re.MULTILINE)
+    """The options after --nproc 2 in the first command of a README."""
+    found = re.search(r"^    python main\.py --nproc 2\b([^\n#]*)", text, re.MULTILINE)
     assert found is not None
     return found[1].split()
 
 
-def lay(name: str, folder: Path) -> Path:
+def render(name: str, folder: Path) -> Path:
     """A rendered project with the example `name` in it."""
-    project = Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(folder)))
-    command = [sys.executable, REPOSITORY / "examples/apply.py", name, project]
+    project = Path(cookiecutter(str(EXAMPLES.parent), no_input=True, output_dir=str(folder)))
+    command = [sys.executable, EXAMPLES / "apply.py", name, project]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0 and (project / "EXAMPLE.md").exists(), done.stderr
     return project
 
 
 def run(project: Path, *command: Any, code: int = 0) -> str:
-    """What it prints in the project's folder; fails unless it ends with `code`."""
+    """What a Python command in the project's folder prints. Fails unless it exits with `code`."""
     words = [sys.executable, *map(str, command)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300, env=environment)
@@ -59,25 +59,25 @@ def run(project: Path, *command: Any, code: int = 0) -> str:
 
 
 def train(project: Path, *options: Any, code: int = 0) -> str:
-    """Run main.py there."""
-    said = run(project, "main.py", "--device", "cpu", *options, code=code)
-    assert "ToyModel" not in said and "cifar10" not in said
-    return said
+    """What main.py prints there."""
+    output = run(project, "main.py", "--device", "cpu", *options, code=code)
+    assert "ToyModel" not in output and "cifar10" not in output
+    return output
 
 
 def own_tests_pass(project: Path, *options: str) -> None:
-    """Two processes train, are killed and stopped, and resume bit for bit; 1, 2 and 3 evaluate alike; and so on."""
-    said = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options)
-    assert re.search(r"^[5-9] passed", said, re.MULTILINE), said
+    """The project's own tests: two processes train, are killed and stopped, resume bit for bit, and so on."""
+    output = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options)
+    assert re.search(r"^[5-9] passed", output, re.MULTILINE), output
 
 
-def train_until_killed(project: Path, output: Path, *options: Any) -> None:
-    """The same, with -9 to all of it behind the first checkpoint in the middle of an epoch."""
-    command = [sys.executable, "main.py", "--device", "cpu", "--output-dir", str(output), *map(str, options)]
+def train_until_killed(project: Path, output_dir: Path, *options: Any) -> None:
+    """Start main.py, and kill all its processes with -9 after the first checkpoint, in the middle of an epoch."""
+    command = [sys.executable, "main.py", "--device", "cpu", "--output-dir", str(output_dir), *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=project, start_new_session=True, env=environment) as run:
         end = time.monotonic() + 120
-        while not list(output.glob("checkpoints/step_*.pt")):
+        while not list(output_dir.glob("checkpoints/step_*.pt")):
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.002)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -85,53 +85,56 @@ def train_until_killed(project: Path, output: Path, *options: Any) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def killed_and_resumed_equals_whole(project: Path, folder: Path, *options: Any) -> Path:
-    """Train with two processes, once in one go and once killed in between. Returns the folder of the first."""
+def a_killed_run_resumes_bit_for_bit(project: Path, folder: Path, *options: Any) -> Path:
+    """Train with two processes, once without a break and once killed. Returns the output directory of the first."""
     options = ("--nproc", 2, *options)
     train(project, "--output-dir", folder / "whole", *options)
     train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 2)
-    assert "going on from" in train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 2)
+    assert "resuming from" in train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 2)
     assert weights_and_momentum(folder / "killed") == weights_and_momentum(folder / "whole")
     assert lines(folder / "killed", "test") == lines(folder / "whole", "test")
     return folder / "whole"
 
 
-def evaluated_by_one_process_is_the_same(project: Path, output: Path, *options: Any) -> None:
-    """To rounding: two processes add up in another order."""
-    two = lines(output, "test")[-1]
-    said = train(project, "--output-dir", output, "--evaluate", *options)
+def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *options: Any) -> None:
+    """Up to rounding: two processes add in another order."""
+    two = lines(output_dir, "test")[-1]
+    output = train(project, "--output-dir", output_dir, "--evaluate", *options)
     for name in two.keys() - {"step", "split", "epoch", "count"}:
-        (one,) = re.findall(rf" {re.escape(name)} (\S+)", said)
-        assert float(one) == pytest.approx(two[name], abs=1e-3), (name, said)
+        (one,) = re.findall(rf" {re.escape(name)} (\S+)", output)
+        assert float(one) == pytest.approx(two[name], abs=1e-3), (name, output)
 
 
-def test_a_line_is_found(tmp_path: Path) -> None:
-    """As its README says it: the command, and then the lines of Python."""
-    project, text = lay("linear_regression", tmp_path), readme("linear_regression")
+# ---- the three tasks ------------------------------------------------------------------------------------------------
+
+
+def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
+    """With the command of its README, then the Python code of its README."""
+    project, text = render("linear_regression", tmp_path), readme("linear_regression")
     own_tests_pass(project)
     train(project, "--nproc", 2, *options_of(text))
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     weight, bias = map(float, run(project, "-c", block).split())
     assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
-    said = run(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
-    assert said.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
+    output = run(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
+    assert output.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
 
 
-def test_a_text_is_learned(tmp_path: Path) -> None:
-    project, output = lay("language_model", tmp_path), tmp_path / "run"
+def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
+    project = render("language_model", tmp_path)
     own_tests_pass(project)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
-    train(project, "--nproc", 2, "--output-dir", output, *options)
-    last = lines(output, "test")[-1]
-    assert last["bits"] < 5.5, "8 is knowing nothing"
+    train(project, "--nproc", 2, *options_of(readme("language_model")), *options)
+    last = lines(project / "runs/text", "test")[-1]
+    assert last["bits"] < 5.5, "an untrained model has 8"
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
-    evaluated_by_one_process_is_the_same(project, output, *options)
+    an_evaluation_by_one_process_is_the_same(project, project / "runs/text", *options)
     (project / "data/text.txt").write_text("short")
     assert "is too short" in train(project, "--output-dir", "new", code=3)
 
 
 def voc(root: Path, train_images: int = 12, val_images: int = 5) -> None:
-    """A tiny folder in VOC's layout: pictures of many sizes; red is a cat, with a border of 255 above it."""
+    """Write a small data set in VOC's layout: images of many sizes. Red is a cat, with a border of 255 above it."""
     folder = root / "VOCdevkit/VOC2012"
     for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         (folder / name).mkdir(parents=True)
@@ -151,45 +154,142 @@ def voc(root: Path, train_images: int = 12, val_images: int = 5) -> None:
             mask.save(folder / "SegmentationClass" / f"{name}.png")
 
 
-def test_pixels_are_classified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = lay("voc_segmentation", tmp_path)
+def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = render("voc_segmentation", tmp_path)
     voc(tmp_path / "voc")
     options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
     options += ["--batch-size", 2, "--epochs", 2, "--workers", 1]
-    output = killed_and_resumed_equals_whole(project, tmp_path, *options)
-    last = lines(output, "test")[-1]
+    output_dir = a_killed_run_resumes_bit_for_bit(project, tmp_path, *options)
+    last = lines(output_dir, "test")[-1]
     assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
-    evaluated_by_one_process_is_the_same(project, output, *options)
+    an_evaluation_by_one_process_is_the_same(project, output_dir, *options)
     (tmp_path / "voc/VOCdevkit/VOC2012/JPEGImages/val4.jpg").unlink()
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
-    said = train(project, "--data-dir", tmp_path / "voc", "--output-dir", "new", code=3)
-    assert "cannot download http" in said and said.endswith("by hand, or try --dataset synthetic\n")
-    said = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
-    assert "not one of torchvision's segmentation models" in said
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    output = train(project, "--data-dir", tmp_path / "voc", "--output-dir", "new", code=3)
+    assert "cannot download http" in output and output.endswith("by hand, or try --dataset synthetic\n")
+    output = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
+    assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
     train(project, "--nproc", 2, *options_of(readme("voc_segmentation")), "--epochs", 4)
     assert lines(project / "runs/try", "test")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
-    own_tests_pass(project, "-k", "not killed")  # seen above, with these files
+    own_tests_pass(project, "-k", "not killed")  # tested above, with these files
+
+
+# ---- the files of an example ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_three_files_and_a_readme(name: str) -> None:
+    assert sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")) == NAMES
+    files = {path.name for path in (EXAMPLES / name).iterdir()} - {"__pycache__"}
+    assert files == {"model.py", "data.py", "config.py", "README.md"}
+
+
+FOREIGN_OPTIONS = [
+    *((name, "--dataset", "imagefolder") for name in NAMES),
+    *((name, "--cache", "cache") for name in NAMES),
+    *((name, "--model", "resnet18") for name in ("language_model", "linear_regression")),
+    *((name, "--image-size", "64") for name in ("language_model", "linear_regression")),
+    ("language_model", "--momentum", "0.9"),
+    ("linear_regression", "--beta1", "0.9"),
+    ("linear_regression", "--data-dir", "data"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), FOREIGN_OPTIONS)
+def test_options_of_another_task_are_refused(name: str, option: str, value: str) -> None:
+    reason = "invalid choice: 'imagefolder'" if option == "--dataset" else f"unrecognized arguments: {option} {value}"
+    with pytest.raises(UsageError, match=reason):
+        module(name, "config").Config.parse([option, value])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_of_another_task_are_refused_before_any_process_starts(name: str, tmp_path: Path) -> None:
+    project = render(name, tmp_path)
+    with (project / "model.py").open("a") as file:  # each process imports it
+        file.write("\nwith open('processes', 'a') as file:\n    file.write('one ')\n")
+    for option, value in [pair[1:] for pair in FOREIGN_OPTIONS if pair[0] == name]:
+        output = train(project, "--nproc", 2, option, value, code=2)
+        assert output.startswith("error: ") and output.count("\n") == 1 and option in output, output
+        assert (project / "processes").read_text() == "one ", "main.py has started other processes"
+        (project / "processes").unlink()
+        command = ["bash", project / "launch_node.sh", "--nproc-per-node", "2", "--", option, value]
+        done = subprocess.run(list(map(str, command)), cwd=project, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stdout == "" and option in done.stderr, done.stdout + done.stderr
+        assert done.stderr.count("\n") == 1 and not (project / "processes").exists(), done.stderr
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_of_a_readme_has_valid_options(name: str) -> None:
+    command_line = re.compile(r"^    (?:python main\.py|\./launch_node\.sh(?: --(?= ))?)(?= |$)([^\n#]*)", re.MULTILINE)
+    commands = command_line.findall(readme(name))
+    assert commands
+    for command in commands:
+        module(name, "config").Config.parse(command.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("linear_regression", [], {"output_dir": "runs/line", "dataset": "synthetic"}),
+        ("language_model", [], {"output_dir": "runs/text", "dataset": "text"}),
+        ("language_model", ["--dataset", "synthetic"], {"output_dir": "runs/synthetic"}),
+        (
+            *("voc_segmentation", []),
+            {"output_dir": "runs/voc-deeplabv3_resnet101", "model": "deeplabv3_resnet101", "image_size": 480},
+        ),
+        (
+            *("voc_segmentation", ["--dataset", "synthetic"]),
+            {"output_dir": "runs/synthetic-lraspp_mobilenet_v3_large", "image_size": 64},
+        ),
+        (
+            *("voc_segmentation", ["--dataset", "synthetic", "--model", "fcn_resnet50", "--image-size", "96"]),
+            {"output_dir": "runs/synthetic-fcn_resnet50", "model": "fcn_resnet50", "image_size": 96},
+        ),
+        ("voc_segmentation", ["--output-dir", "here"], {"output_dir": "here"}),
+    ],
+)
+def test_the_defaults_follow_from_the_task(name: str, options: list[str], expected: dict[str, Any]) -> None:
+    config = module(name, "config").Config.parse(options)
+    assert {option: getattr(config, option) for option in expected} == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_warm_up_that_is_longer_than_the_training_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"--warmup-epochs 3\.0 is longer than --epochs 2"):
+        module(name, "config").Config.parse(["--warmup-epochs", "3", "--epochs", "2"])
+
+
+def test_a_beta_of_1_is_refused() -> None:
+    """torch would raise a ValueError in every process."""
+    for option in ("--beta1", "--beta2"):
+        with pytest.raises(UsageError, match=f"{option}: '1' must be a number >= 0 and <= "):
+            module("language_model", "config").Config.parse([option, "1"])
 
 
 def module(example: str, name: str) -> Any:
-    """A file of an example, which need not lie over a project for that."""
-    path = REPOSITORY / "examples" / example / f"{name}.py"
+    """A file of an example, without a project."""
+    path = EXAMPLES / example / f"{name}.py"
     specification = importlib.util.spec_from_file_location(f"{example}_{name}", path)
     assert specification is not None and specification.loader is not None
-    found = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(specification)
+    sys.modules[loaded.__name__] = loaded  # dataclasses look for it there
+    specification.loader.exec_module(loaded)
+    return loaded
 
 
-def test_mean_iou_is_of_one_confusion_matrix() -> None:
+# ---- single functions -----------------------------------------------------------------------------------------------
+
+
+def test_mean_iou_comes_from_one_confusion_matrix() -> None:
     model = module("voc_segmentation", "model")
     targets = torch.tensor([[[0, 0], [1, 255]]])
     outputs = {"out": torch.nn.functional.one_hot(torch.tensor([[[0, 1], [1, 1]]]), 3).permute(0, 3, 1, 2).float()}
-    found = model.sums(torch.tensor(2.0), outputs, targets)
-    assert found["confusion"].tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]] and found["count"] == 3
-    result = model.scores({name: torch.as_tensor(value).double() for name, value in found.items()})
-    assert result == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "mean_iou": 0.5}
+    totals = model.batch_totals(torch.tensor(2.0), outputs, targets)
+    assert totals["confusion"].tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]] and totals["count"] == 3
+    metrics = model.compute_metrics({name: torch.as_tensor(value).double() for name, value in totals.items()})
+    assert metrics == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "mean_iou": 0.5}
 
 
 def test_a_picture_is_evaluated_whole_and_trained_in_squares_out_of_it() -> None:
@@ -210,16 +310,3 @@ def test_a_character_is_predicted_from_those_before_it() -> None:
     changed = torch.where(torch.arange(16) >= 9, 7, text)
     same = (model(text) == model(changed)).all(2)[0]
     assert same.tolist() == [True] * 9 + [False] * 7
-
-
-@pytest.mark.parametrize("example", ["linear_regression", "language_model", "voc_segmentation"])
-def test_a_dataset_that_is_not_there_is_refused(example: str) -> None:
-    with pytest.raises(UsageError, match=r"--dataset imagefolder: .* leave it out"):
-        module(example, "data").load_datasets(parse(["--dataset", "imagefolder"]))
-
-
-@pytest.mark.parametrize("example", ["linear_regression", "language_model"])
-def test_a_model_that_is_not_there_is_refused(example: str) -> None:
-    model = module(example, "model")
-    with pytest.raises(model.BadModel, match=r"--model resnet18: .* leave it out"):
-        model.build_model(parse(["--model", "resnet18"]), None)

@@ -1,4 +1,4 @@
-"""What goes wrong while a run trains: signals, lost, hanging and failing ranks. One cause, one line, one exit code."""
+"""Failures of a run that trains: signals, lost, hanging and failing ranks. One cause, one line, one exit code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ import torch
 import torch.distributed as dist
 from outputs import weights_and_momentum
 
-import data
 import main
-from config import parse
-from ddp import checkpoint, group, peers
-from ddp.agreement import MOST_STEPS, Agreement
-from ddp.launch import Placement, run_as_rank
+from config import Config
+from ddp.checkpoint import file as checkpoint
+from ddp.core.errors import SetupError
+from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
+from ddp.data import images
+from ddp.distributed import failure_monitor, process_group
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.rank_env import RankEnv, find_rank_env
+from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync
+from ddp.entrypoint.launch import run_as_rank
+from ddp.training.run import Run
 from faults import FAULTS, NOT_SHOWN, fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
@@ -49,22 +55,25 @@ def errors(output: str) -> list[str]:
 def start_faulty(
     world_size: int, inject: Callable[[int, int], Any], *options: Any, init_method: str | None = None
 ) -> Ranks:
-    """Start a run in which `inject(rank, number)` is called in each computation of a loss, counted from 1."""
+    """Start a run that calls `inject(rank, number)` whenever it computes a loss; `number` counts from 1.
+
+    The loss is multiplied by what `inject` returns, unless that is None.
+    """
     arguments = [str(option) for option in ("--dataset", "synthetic", "--batch-size", 16, *options)]
 
-    def target(placement: Placement) -> int:
+    def target(rank_env: RankEnv) -> int:
         compute, count = main.compute_loss, 0
 
         def compute_loss(*tensors: Any) -> torch.Tensor:
             nonlocal count
             count += 1
-            changed = inject(placement.rank, count)
+            changed = inject(rank_env.rank, count)
             loss = compute(*tensors)
             return loss if changed is None else loss * changed
 
         main.compute_loss = compute_loss
-        placement = replace(placement, init_method=init_method or placement.init_method)
-        return run_as_rank(main.main, parse(arguments), placement)
+        rank_env = replace(rank_env, init_method=init_method or rank_env.init_method)
+        return run_as_rank(main.main, Config.parse(arguments), rank_env)
 
     return Ranks(world_size, target)
 
@@ -72,7 +81,7 @@ def start_faulty(
 def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
     end = time.monotonic() + timeout
     while text not in ranks.output():
-        assert time.monotonic() < end, f"{text!r} never came:\n{ranks.output()}"
+        assert time.monotonic() < end, f"{text!r} was not printed:\n{ranks.output()}"
         time.sleep(0.01)
 
 
@@ -88,7 +97,7 @@ def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
         pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_one_rank_stops_all_at_a_step_and_the_run_goes_on_bit_for_bit(
+def test_a_signal_to_one_rank_stops_all_after_a_step_and_the_run_resumes_bit_for_bit(
     small: None, number: int, to: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 4, "--log-every", 1, "--output-dir"]
@@ -100,23 +109,48 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_and_the_run_goes_on_bit_for_bi
     os.kill(ranks.pids[to], number)
     assert ranks.wait() == [75, 75], ranks.output()
     assert "Traceback" not in ranks.output() and ranks.output().count("stopped on request and saved") == 1
-    told = status(tmp_path / "stopped")
-    assert told["state"] == "stopped" and told["exit_code"] == 75
-    assert 7 <= told["step"] == told["saved"] < 80, "not in the middle of the first epoch"
-    assert f"step_{told['step']:08d}.pt" in checkpoints(tmp_path / "stopped")
+    stopped = status(tmp_path / "stopped")
+    assert stopped["state"] == "stopped" and stopped["exit_code"] == 75
+    assert 7 <= stopped["step"] == stopped["saved"] < 80, "not in the middle of the first epoch"
+    assert f"step_{stopped['step']:08d}.pt" in checkpoints(tmp_path / "stopped")
 
     monkeypatch.setattr(main, "build_model", build_awkward)
-    assert f"at step {told['step']}" in train(2, *options, tmp_path / "stopped")
+    assert f"at step {stopped['step']}" in train(2, *options, tmp_path / "stopped")
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
+    small: None, asking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Run.advance
+
+    def advance_and_ask(run: Run) -> None:
+        advance(run)
+        time.sleep(0.05)
+        if run.ctx.rank == asking and run.state.step == 5:
+            run.request_stop()
+
+    monkeypatch.setattr(Run, "advance", advance_and_ask)
+    options = ("--dataset", "synthetic", "--batch-size", 4, "--output-dir", tmp_path)
+    output = train(2, *options, code=75)
+    assert "Traceback" not in output and "error" not in output
+    assert output.count("stopped on request and saved, at step ") == 1
+    stopped = status(tmp_path)
+    assert stopped["state"] == "stopped" and stopped["exit_code"] == 75
+    assert 5 <= stopped["step"] == stopped["saved"] < 40, "long after the request, or not in the first epoch"
+    assert checkpoints(tmp_path) == [f"step_{stopped['step']:08d}.pt"]
+    monkeypatch.setattr(Run, "advance", advance)
+    assert f"at step {stopped['step']}" in train(2, *options, "--max-steps", 60)
 
 
 @fault(9)
 @pytest.mark.parametrize("steps", [[], ["--max-steps", 27]])
-def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
+def test_a_stop_in_the_evaluation_repeats_it_after_a_resume(
     small: None, steps: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 8, *steps, "--output-dir"]
-    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 8 * 32 * 32)  # else it would be one batch
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 8 * 32 * 32)  # otherwise it would be one batch
     train(2, *options, tmp_path / "whole")
 
     def slow_evaluation(rank: int, number: int) -> None:
@@ -140,22 +174,22 @@ def test_a_stop_in_the_evaluation_repeats_it_after_the_resume(
 
 
 @fault(9)
-def test_a_stop_of_an_evaluation_leaves_with_75_and_touches_nothing(
+def test_a_stop_of_an_evaluation_exits_with_75_and_changes_no_file(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 8 * 32 * 32)  # else it would be one batch
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 8 * 32 * 32)  # otherwise it would be one batch
     train(1, "--dataset", "synthetic", "--max-steps", 2, "--batch-size", 16, "--output-dir", tmp_path)
     before = status(tmp_path)
     ranks = start_faulty(2, lambda rank, number: time.sleep(0.3), "--evaluate", "--output-dir", tmp_path)
     wait_for_text(ranks, "evaluating")
     os.kill(ranks.pids[0], signal.SIGTERM)
-    assert ranks.wait() == [75, 75] and "nothing was being trained" in ranks.output()
+    assert ranks.wait() == [75, 75] and "stopped on request while nothing was being trained" in ranks.output()
     assert status(tmp_path) == before
 
 
 @fault(10)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(small: None, number: int, tmp_path: Path) -> None:
     """Even in the middle of a step that never ends."""
     ranks = start_faulty(
         1, lambda rank, count: time.sleep(60 * (count == 3)), "--output-dir", tmp_path, "--log-every", 1
@@ -164,25 +198,26 @@ def test_a_second_signal_leaves_at_once(small: None, number: int, tmp_path: Path
     time.sleep(0.2)
     os.kill(ranks.pids[0], number)
     time.sleep(0.1)
-    os.kill(ranks.pids[0], number)  # the same request, arriving twice
-    wait_for_text(ranks, "asked to stop")
+    os.kill(ranks.pids[0], number)  # the same request, which arrives twice
+    wait_for_text(ranks, "stop requested: saving and exiting after this step (signal again to quit immediately)")
     time.sleep(1.2)
-    assert "left at once" not in ranks.output()
+    assert "quit immediately on" not in ranks.output()
     begin = time.monotonic()
     os.kill(ranks.pids[0], number)
     assert ranks.wait() == [128 + number]
     assert time.monotonic() - begin < 1
-    assert "left at once" in ranks.output() and status(tmp_path)["state"] == "failed"
+    assert f"quit immediately on a second signal ({signal.Signals(number).name})" in ranks.output()
+    assert status(tmp_path)["state"] == "failed"
 
 
 @fault(9)
 def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """One rank waits for another that never comes: there is nothing to save."""
+    """One rank waits for another that never joins: there is nothing to save."""
 
-    def target(placement: Placement) -> int:
-        if placement.rank == 1:
+    def target(rank_env: RankEnv) -> int:
+        if rank_env.rank == 1:
             time.sleep(3600)
-        return run_as_rank(main.main, parse(["--dataset", "synthetic", "--output-dir", str(tmp_path)]), placement)
+        return run_as_rank(main.main, Config.parse(["--dataset", "synthetic", "--output-dir", str(tmp_path)]), rank_env)
 
     ranks = Ranks(2, target)
     wait_for_text(ranks, "waiting for rank 1 of 2 processes")
@@ -191,16 +226,54 @@ def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None
     assert ranks.wait(10)[0] == 75 and "before training began" in ranks.output()
 
 
+@fault(9)
+def test_a_signal_to_a_rank_that_has_not_connected_ends_the_others_as_well() -> None:
+    """It still loads its data, for example. The others do not wait for --timeout."""
+
+    def load_for_long(config: Config, rank_env: RankEnv) -> None:
+        if rank_env.rank == 1:
+            print("loading", flush=True)
+            time.sleep(3600)
+        with process_group.init_distributed(config, rank_env):
+            raise AssertionError("they are connected")
+
+    ranks = Ranks(2, lambda rank_env: run_as_rank(load_for_long, Config.parse([]), rank_env))
+    wait_for_text(ranks, "loading")
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    assert ranks.wait(20) == [75, 75], ranks.output()
+    expected = "rank 0 is exiting because rank 1 failed: stopped on request before training began: nothing to save\n"
+    assert ranks.output(0) == expected and ranks.output(1) == "loading\n"
+
+
+@fault(9, 12)
+@pytest.mark.parametrize("launcher_gone_on", [0, 1])
+def test_ranks_with_different_reasons_to_stop_exit_with_the_same_code(
+    small: None, launcher_gone_on: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user stops one node while the launcher of another is killed."""
+    advance = Run.advance
+
+    def advance_and_mark(run: Run) -> None:
+        advance(run)
+        if run.state.step == 1:
+            stop_signal.mark_requested(LAUNCHER_GONE if run.ctx.rank == launcher_gone_on else signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "advance", advance_and_mark)
+    output = train(2, "--dataset", "synthetic", "--output-dir", tmp_path, code=8)
+    assert "the launcher is gone: stopped and saved, at step 1: " in output and "stopped on request" not in output
+    assert status(tmp_path)["exit_code"] == 8 and checkpoints(tmp_path) == ["step_00000001.pt"]
+
+
 @fault(11)
 @pytest.mark.parametrize("nohup", [True, False])
 def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_path: Path) -> None:
     arguments = ["--dataset", "synthetic", "--epochs", "1", "--log-every", "1", "--output-dir", str(tmp_path)]
 
-    def target(placement: Placement) -> int:
+    def target(rank_env: RankEnv) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
         compute = main.compute_loss
         main.compute_loss = lambda *tensors: (time.sleep(0.1), compute(*tensors))[1]
-        return run_as_rank(main.main, parse(arguments), placement)
+        return run_as_rank(main.main, Config.parse(arguments), rank_env)
 
     ranks = Ranks(1, target)
     wait_for_text(ranks, "step  2/10")
@@ -210,7 +283,7 @@ def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_pa
 
 @fault(9)
 def test_workers_of_a_data_loader_outlive_the_signal(small: None, tmp_path: Path) -> None:
-    """torchrun and Slurm send it to them too, and the last step still needs their batches."""
+    """torchrun and Slurm also signal the workers, but the last step still needs their batches."""
     options = ("--workers", 2, "--epochs", 3, "--output-dir", tmp_path, "--log-every", 1)
     ranks = start_faulty(2, lambda rank, number: time.sleep(0.05), *options)
     wait_for_text(ranks, "step  4/60")
@@ -220,28 +293,28 @@ def test_workers_of_a_data_loader_outlive_the_signal(small: None, tmp_path: Path
     assert "Traceback" not in ranks.output()
 
 
-def test_a_stop_is_asked_for_twice_a_second_and_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(group: Any) -> list[int]:
-        reduced: list[int] = []
+def test_the_ranks_sync_stop_requests_twice_a_second_and_not_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(ctx: DistContext) -> list[int]:
+        synced: list[int] = []
         passed: list[int] = []
         reduce = dist.all_reduce
         monkeypatch.setattr(
-            dist, "all_reduce", lambda *args, **named: (reduced.append(len(passed)), reduce(*args, **named))
+            dist, "all_reduce", lambda *args, **named: (synced.append(len(passed)), reduce(*args, **named))
         )
-        agreement = Agreement()
+        stop_sync = StopSync()
         for _ in range(60):
-            time.sleep(0.02 if group.rank else 0.001)
-            agreement.point()
+            time.sleep(0.02 if ctx.rank else 0.001)
+            assert stop_sync.maybe_sync() is None
             passed.append(1)
-        return reduced
+        return synced
 
     first, second = on_ranks(2, count)
-    assert first == second, "the ranks do not ask at the same steps"
-    assert 3 <= len(first) <= 8, f"60 steps of 20 ms on the slower rank are 1.2 s: asked at {first}"
-    assert MOST_STEPS <= 100
+    assert first == second, "the ranks do not sync after the same steps"
+    assert 3 <= len(first) <= 8, f"60 steps of 20 ms on the slower rank are 1.2 s: synced after {first}"
+    assert MAX_STEPS_BETWEEN_SYNCS <= 100
 
 
-# ---- ranks that are lost, leave, hang or fail -----------------------------------------------------------------------
+# ---- ranks that are lost, exit early, hang or fail ------------------------------------------------------------------
 
 
 @fault(1)
@@ -254,7 +327,7 @@ def test_a_killed_rank_is_named_and_nothing_is_saved_after(
     def kill(rank: int, number: int) -> None:
         if rank == victim and number == 7:
             while not (tmp_path / "checkpoints" / "step_00000004.pt").exists():
-                time.sleep(0.01)  # it is written in the background
+                time.sleep(0.01)  # the checkpoint is written in the background
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -264,16 +337,14 @@ def test_a_killed_rank_is_named_and_nothing_is_saved_after(
     output = ranks.output()
     assert len(errors(output)) == 1 and "Traceback" not in output, output
     assert f"rank {victim} was lost" in errors(output)[0] and "resumable from step 4" in errors(output)[0]
-    assert output.count("ends too") == world_size - 2
+    assert output.count("is exiting because") == world_size - 2
     assert checkpoints(tmp_path) == ["step_00000004.pt"]
     if victim != 0:
         assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
 @fault(13)
-def test_of_a_rank_that_raises_the_traceback_is_shown_and_the_others_are_collateral(
-    small: None, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_prints_its_traceback_and_the_others_name_it(small: None, tmp_path: Path) -> None:
     def fail(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
             raise ValueError("a bug of mine")
@@ -283,16 +354,14 @@ def test_of_a_rank_that_raises_the_traceback_is_shown_and_the_others_are_collate
     assert ranks.output(1).count("Traceback") == 1 and "in fail" in ranks.output(1)
     for rank in (0, 2):
         assert "Traceback" not in ranks.output(rank)
-        assert f"rank {rank} ends too: rank 1 failed: ValueError: a bug of mine" in ranks.output(rank)
+        assert f"rank {rank} is exiting because rank 1 failed: ValueError: a bug of mine" in ranks.output(rank)
     assert status(tmp_path)["exit_code"] == 1 and "a bug of mine" in status(tmp_path)["message"]
 
 
 @fault(13)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_all_end_with_one_code_also_where_rank_0_takes_the_store_with_it(
-    small: None, victim: int, tmp_path: Path
-) -> None:
-    """As by --init-method tcp://, mpirun and srun: the others must have read why before it goes."""
+def test_all_ranks_exit_with_one_code_even_if_the_store_is_in_rank_0(small: None, victim: int, tmp_path: Path) -> None:
+    """As with --init-method tcp://, mpirun and srun: rank 0 must not exit before the others have read the cause."""
 
     def fail(rank: int, number: int) -> None:
         if rank == victim and number == 3:
@@ -302,35 +371,43 @@ def test_all_end_with_one_code_also_where_rank_0_takes_the_store_with_it(
         port = free.getsockname()[1]
     ranks = start_faulty(4, fail, "--output-dir", tmp_path, init_method=f"tcp://127.0.0.1:{port}")
     assert ranks.wait() == [1] * 4, ranks.output()
-    assert ranks.output().count(f"ends too: rank {victim} failed: ValueError: a bug of mine") == 3, ranks.output()
+    line = f"is exiting because rank {victim} failed: ValueError: a bug of mine"
+    assert ranks.output().count(line) == 3, ranks.output()
 
 
 @fault(13)
-def test_an_error_that_talks_of_connections_is_still_a_bug_of_the_code(small: None, tmp_path: Path) -> None:
+def test_an_error_that_mentions_a_connection_is_still_a_bug_of_the_code(small: None, tmp_path: Path) -> None:
     def fail(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
             raise RuntimeError("feature server: Connection reset while reading row 7")
 
     ranks = start_faulty(2, fail, "--output-dir", tmp_path)
     assert ranks.wait() == [1, 1]
-    assert "in fail" in ranks.output(1) and "rank 0 ends too: rank 1 failed: RuntimeError" in ranks.output(0)
+    assert "in fail" in ranks.output(1)
+    assert "rank 0 is exiting because rank 1 failed: RuntimeError" in ranks.output(0)
 
 
 @fault(13)
-def test_a_bug_in_what_rank_0_does_for_all_is_shown_with_its_place(small: None, tmp_path: Path) -> None:
+def test_a_bug_in_an_action_of_rank_0_is_shown_with_its_source_line(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(rank: int, number: int) -> None:
         if number == 3:
-            groups[0].on_main(lambda: {}["missing"])
+            contexts[0].on_main(lambda: {}["missing"])
 
-    groups: list[Any] = []
-    make = group.Group.__init__
-    group.Group.__init__ = lambda self, *args: (groups.append(self), make(self, *args))[1]  # type: ignore[method-assign]
-    try:
-        ranks = start_faulty(3, fail, "--output-dir", tmp_path)
-        assert ranks.wait() == [1, 1, 1]
-    finally:
-        group.Group.__init__ = make  # type: ignore[method-assign]
+    contexts: list[DistContext] = []
+    create = DistContext.__init__
+
+    def create_and_keep(self: DistContext, *args: Any, **named: Any) -> None:
+        contexts.append(self)
+        create(self, *args, **named)
+
+    monkeypatch.setattr(DistContext, "__init__", create_and_keep)
+    ranks = start_faulty(3, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [1, 1, 1]
     assert '{}["missing"]' in ranks.output(0) and "Traceback" not in ranks.output(1) + ranks.output(2)
+    for rank in (1, 2):
+        assert f"rank {rank} is exiting because rank 0 failed: KeyError: 'missing'" in ranks.output(rank)
 
 
 @fault(10)
@@ -353,46 +430,47 @@ def test_a_data_loader_worker_that_is_killed_is_one_line(small: None, tmp_path: 
     (worker,) = Path(f"/proc/{ranks.pids[0]}/task/{ranks.pids[0]}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
     assert ranks.wait() == [8], ranks.output()
-    assert "Traceback" not in ranks.output() and "fewer --workers" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    assert "a DataLoader worker was killed; if memory ran out: lower --workers" in ranks.output()
 
 
 @fault(13)
-def test_a_bug_of_all_ranks_is_shown_once(small: None, tmp_path: Path) -> None:
+def test_a_bug_on_all_ranks_is_printed_once(small: None, tmp_path: Path) -> None:
     ranks = start_faulty(3, lambda rank, number: [][0], "--output-dir", tmp_path)
     assert ranks.wait() == [1, 1, 1]
     assert ranks.output().count("Traceback") == 1, ranks.output()
 
 
 @fault(13)
-def test_a_rank_that_fails_before_it_has_met_the_others_tells_them(tmp_path: Path) -> None:
-    """Its data are missing, say. The others do not wait for --timeout."""
+def test_a_rank_that_fails_before_it_connects_tells_the_others(tmp_path: Path) -> None:
+    """For example because its data are missing. The others do not wait for --timeout."""
 
-    def target(placement: Placement) -> int:
-        options = ["--dataset", "imagefolder", "--data-dir", str(tmp_path)] if placement.rank else []
+    def target(rank_env: RankEnv) -> int:
+        options = ["--dataset", "imagefolder", "--data-dir", str(tmp_path)] if rank_env.rank else []
         options = options or ["--dataset", "synthetic"]
-        return run_as_rank(main.main, parse([*options, "--output-dir", str(tmp_path)]), placement)
+        return run_as_rank(main.main, Config.parse([*options, "--output-dir", str(tmp_path)]), rank_env)
 
     ranks = Ranks(2, target)
     assert ranks.wait(20) == [3, 3]
     assert len(errors(ranks.output())) == 1 and "[rank 1] error" in ranks.output()
-    assert "rank 0 ends too: rank 1 failed" in ranks.output()
+    assert "rank 0 is exiting because rank 1 failed" in ranks.output()
 
 
 @fault(14)
 @pytest.mark.parametrize("way", ["os._exit", pytest.param("sys.exit", marks=pytest.mark.slow)])
-def test_a_rank_that_leaves_early_is_missed(small: None, way: str, tmp_path: Path) -> None:
-    def leave(rank: int, number: int) -> None:
+def test_a_rank_that_exits_early_is_named(small: None, way: str, tmp_path: Path) -> None:
+    def exit_early(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
             os._exit(0) if way == "os._exit" else sys.exit(0)
 
-    ranks = start_faulty(2, leave, "--output-dir", tmp_path)
+    ranks = start_faulty(2, exit_early, "--output-dir", tmp_path)
     assert ranks.wait() == [8, 0], ranks.output()
     assert "Traceback" not in ranks.output() and "rank 1" in ranks.output(0)
 
 
 @fault(15)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_hangs_ends_all_and_shows_where_it_stands(small: None, victim: int, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: int, tmp_path: Path) -> None:
     def hang_here(rank: int, number: int) -> None:
         if rank == victim and number == 3:
             time.sleep(3600)
@@ -402,29 +480,32 @@ def test_a_rank_that_hangs_ends_all_and_shows_where_it_stands(small: None, victi
     assert ranks.wait(40) == [8, 8]
     assert time.monotonic() - begin < 25
     assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
-    assert f"rank {victim} hangs: waited 2 s (--timeout) in vain" in ranks.output(1 - victim)
+    line = f"rank {victim} did not respond for 2 s (--timeout); see its stack above"
+    assert line in ranks.output(1 - victim)
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
 @fault(16)
-def test_a_group_that_is_never_made_ends_with_3_and_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "SLACK_S", 1)
+def test_an_init_process_group_that_hangs_ends_with_3_and_a_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "HANG_GRACE_S", 1)
 
-    def stand_still(*arguments: Any, **named: Any) -> None:
+    def hang_here(*arguments: Any, **named: Any) -> None:
         time.sleep(3600)
 
-    monkeypatch.setattr(dist, "init_process_group", stand_still)
+    monkeypatch.setattr(dist, "init_process_group", hang_here)
     ranks = start(2, "--dataset", "synthetic", "--output-dir", tmp_path, "--timeout", 1)
     assert ranks.wait(30) == [3, 3]
-    assert "in stand_still" in ranks.output() and "hangs while it connects" in ranks.output()
+    assert "in hang_here" in ranks.output() and "hangs while it connects to the others over gloo" in ranks.output()
 
 
 @fault(13)
-def test_a_rank_that_another_left_behind_is_ended_though_it_never_notices(
+def test_a_rank_that_never_notices_the_failure_of_another_is_ended(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over NCCL a collective may never return: here the main thread sleeps."""
-    monkeypatch.setattr(peers, "FOLLOW_S", 1.0)
+    """Over NCCL a collective may never return. Here the main thread sleeps instead."""
+    monkeypatch.setattr(failure_monitor, "FOLLOW_TIMEOUT_S", 1.0)
 
     def fail(rank: int, number: int) -> None:
         if number == 3:
@@ -434,7 +515,7 @@ def test_a_rank_that_another_left_behind_is_ended_though_it_never_notices(
 
     ranks = start_faulty(2, fail, "--output-dir", tmp_path)
     assert ranks.wait(20) == [1, 1]
-    assert "rank 0 ends too: rank 1 failed: ValueError" in ranks.output(0)
+    assert "rank 0 is exiting because rank 1 failed: ValueError" in ranks.output(0)
     assert status(tmp_path)["state"] == "failed"
 
 
@@ -447,15 +528,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_6(small: None, tmp_
     ranks = start_faulty(2, lambda rank, number: float("nan") if rank == 1 and number > 6 else None, *options)
     assert ranks.wait() == [6, 6]
     (line,) = errors(ranks.output())
-    assert "the loss is not finite" in line and "noticed at step 8" in line and "step_00000004.pt" in line
+    assert "the loss is no longer finite" in line and "noticed at step 8" in line and "step_00000004.pt" in line
     assert checkpoints(tmp_path) == ["step_00000004.pt"]
 
 
 @fault(23)
-def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(
+def test_a_step_that_the_scaler_of_fp16_skips_is_not_a_divergence(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scale that is far too large makes the gradients infinite, until the scaler has lowered it."""
+    """A scale that is far too large makes the gradients infinite until the scaler has lowered it."""
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, 2.0**40, enabled=enabled))
     options = ["--dataset", "synthetic", "--precision", "fp16", "--epochs", 3, "--log-every", 5]
@@ -465,35 +546,43 @@ def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(
     assert "done" in output and "error" not in output
 
 
-# ---- starting wrong -------------------------------------------------------------------------------------------------
+# ---- wrong starts ---------------------------------------------------------------------------------------------------
 
 
 @fault(34)
-def test_a_world_that_is_not_all_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp.errors import EnvironmentFailure
-    from ddp.launch import find_placement
-
+def test_a_world_size_without_some_of_the_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    with pytest.raises(EnvironmentFailure, match="WORLD_SIZE=1 is not NNODES=2 x NPROC_PER_NODE=1"):
-        find_placement(parse([]), {**alone, "NNODES": "2", "NPROC_PER_NODE": "1"})
-    assert find_placement(parse([]), {**alone, "NNODES": "1", "NPROC_PER_NODE": "1"}).world_size == 1
+    with pytest.raises(SetupError, match="WORLD_SIZE=1 is not NNODES=2 x NPROC_PER_NODE=1"):
+        find_rank_env(Config.parse([]), {**alone, "NNODES": "2", "NPROC_PER_NODE": "1"})
+    assert find_rank_env(Config.parse([]), {**alone, "NNODES": "1", "NPROC_PER_NODE": "1"}).world_size == 1
 
 
 @fault(35, 36)
-def test_the_accuracy_reported_of_a_batchnorm_model_is_that_of_the_saved_one(
+def test_the_metrics_of_a_batchnorm_model_are_those_of_the_saved_model(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """101 test samples on 2 ranks, which have seen other batches: their running statistics differ."""
+    """101 test samples on 2 ranks. Each has seen other training batches, so their running statistics differ."""
     monkeypatch.setattr(main, "build_model", build_awkward)
     options = ["--dataset", "synthetic", "--batch-size", 7, "--output-dir", tmp_path]
     trained = train(2, *options, "--max-steps", 20)
     evaluated = train(1, *options, "--evaluate")
-    scores = [re.findall(r"test   (loss [\d.]+  accuracy [\d.]+)", output) for output in (trained, evaluated)]
-    assert scores[0] == scores[1] and len(scores[0]) == 1
+    metrics = [re.findall(r"test   (loss [\d.]+  accuracy [\d.]+)", output) for output in (trained, evaluated)]
+    assert metrics[0] == metrics[1] and len(metrics[0]) == 1
+
+
+def test_a_reserved_name_passed_to_resume_is_refused_with_one_line(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint has one level of names: a part named `step` would replace the number of steps."""
+    resume = Run.resume
+    monkeypatch.setattr(Run, "resume", lambda *args, **state: resume(*args, **state, step=state["model"]))
+    output = train(2, "--dataset", "synthetic", "--output-dir", tmp_path, code=2)
+    assert output == "error: run.resume(step=...): checkpoints use that name; choose another one\n"
+    assert not any((tmp_path / "checkpoints").iterdir()) and not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_each_fault_has_a_test() -> None:
-    """The table in faults.py maps to tests by their marks; `pytest` prints which rows were injected."""
+    """The marks of the tests map to the table in faults.py; `pytest` prints which rows were injected."""
     marked = set()
     for path in TESTS.glob("test_*.py"):
         for rows in re.findall(r"^@fault\(([\d, ]+)\)", path.read_text(), re.MULTILINE):

@@ -1,10 +1,11 @@
-"""The generator: what a person may type, what is refused, and that each way of rendering gives the same project."""
+"""The generator: which answers it accepts, which it refuses, and that each way to render produces the same project."""
 
 from __future__ import annotations
 
 import ast
 import fnmatch
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sysconfig
 import venv
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,27 @@ from cookiecutter.exceptions import FailedHookException
 from cookiecutter.main import cookiecutter
 from packaging.licenses import canonicalize_license_expression
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest brings it
+    import tomli as tomllib  # a dependency of pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = "{{cookiecutter.project_slug}}"
 RENDERED = {"README.md", "pyproject.toml", "LICENSE"}
 LICENSES = ["MIT", "Apache-2.0", "BSD-3-Clause", "Proprietary"]
+LAUNCHERS = {  # answer -> the files that it removes
+    "all": set(),
+    "slurm": {"launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py", "launch/kubernetes.yaml"},
+    "kubernetes": {"launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py", "launch/slurm.sbatch"},
+    "launch_node.sh only": {
+        *("launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py"),
+        *("launch/slurm.sbatch", "launch/kubernetes.yaml"),
+    },
+}
+MODULES = ("main", "model", "data", "config", "ddp", "benchmark", "benchmark_report")
 APACHE_SHA256 = (
     "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # apache.org/licenses/LICENSE-2.0.txt
 )
@@ -44,17 +57,17 @@ needs_run_bits = pytest.mark.skipif(os.name == "nt", reason="Windows has no run 
 
 
 def tree(folder: Path) -> Tree:
-    """The bytes of every file below a folder, and whether its owner may run it."""
+    """The bytes of every file in a folder and its sub-folders, and whether its owner may run it."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): (path.read_bytes(), bool(path.stat().st_mode & 0o100)) for path in files
     }
 
 
-def run(*command: object, ok: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; where it has to succeed, a failure shows what it printed."""
+def run(*command: object, ok: bool = True, timeout: int = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. With `ok`, it must succeed; if it fails, the error shows its output."""
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, encoding="utf-8", timeout=120, **options
+        [str(part) for part in command], capture_output=True, encoding="utf-8", timeout=timeout, **options
     )
     assert not ok or done.returncode == 0, f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -62,7 +75,7 @@ def run(*command: object, ok: bool = True, **options: Any) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this template's own files, without the caches and environments that lie between them."""
+    """A copy of the files of this repository, without caches and environments."""
     copy = tmp_path_factory.mktemp("source") / "ddp-template"
     listed = run("git", "ls-files", "-co", "--exclude-standard", "-z", cwd=REPOSITORY).stdout
     for name in filter(None, listed.split("\0")):
@@ -74,7 +87,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables for child processes that keep this user's cookiecutter, git and uv settings out of the tests."""
+    """Variables for child processes. They hide the user's own cookiecutter, git and uv settings from the tests."""
     home = tmp_path_factory.mktemp("home")
     config = home / "cookiecutter.yaml"
     folders = {"cookiecutters_dir": str(home / "templates"), "replay_dir": str(home / "replay")}
@@ -91,7 +104,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 def render(source: Path | str, out: Path, *, hooks: bool = True, force: bool = False, **answers: str) -> Path:
-    """Render the template with these answers and the defaults of the others; the path of the project."""
+    """Render the template with these answers, and the defaults for the other prompts. Returns the project's path."""
     out.mkdir(exist_ok=True)
     made = cookiecutter(
         str(source),
@@ -106,7 +119,7 @@ def render(source: Path | str, out: Path, *, hooks: bool = True, force: bool = F
 
 @pytest.fixture(scope="module")
 def project(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One project, rendered with the defaults. Tests read it and leave it as it is."""
+    """One project, rendered with the defaults. Tests only read it."""
     return render(source, tmp_path_factory.mktemp("defaults"))
 
 
@@ -115,7 +128,16 @@ def metadata(project: Path) -> dict[str, Any]:
     return tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-# What a person answers
+def virtual_environment(folder: Path) -> Path:
+    """Create an environment that uses the packages of this one. Downloads nothing. Returns its Python."""
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    own = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").stdout.strip()
+    Path(own, "borrowed.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
+    return python
+
+
+# Answers
 
 
 @pytest.mark.parametrize("license", LICENSES)
@@ -125,7 +147,7 @@ def test_every_license_comes_with_its_text_year_holder_and_spdx_expression(
     project = render(source, tmp_path, license=license, full_name="Ada Lovelace")
     text = (project / "LICENSE").read_bytes().decode()
     year = datetime.now(timezone.utc).year
-    telling = {
+    expected = {
         "MIT": ("MIT License\n", "Permission is hereby granted", "OTHER DEALINGS IN THE\nSOFTWARE.\n"),
         "Apache-2.0": (
             " " * 33 + "Apache License\n",
@@ -139,7 +161,7 @@ def test_every_license_comes_with_its_text_year_holder_and_spdx_expression(
             "IMPLIED.\n",
         ),
     }
-    start, middle, end = telling[license]
+    start, middle, end = expected[license]
     assert text.startswith(start) and middle in text and text.endswith(end)
     assert len(re.findall(rf"Copyright (\(c\) )?{year} Ada Lovelace", text)) == 1
     spdx = metadata(project)["license"]
@@ -185,7 +207,7 @@ def test_an_odd_slug_becomes_one_plain_folder_inside_the_output(
 @pytest.mark.parametrize(
     "typed",
     [
-        *("torch", "TorchVision", "NumPy", "filelock", "Pillow", "typing_extensions", "pip", "ruff"),
+        *("psutil", "torch", "TorchVision", "NumPy", "filelock", "Pillow", "typing_extensions", "pip", "ruff"),
         *("con", "AUX", "nul", "Prn", "COM1", "lpt9"),
         *("", "-", "😀", "../..", "x" * 101, "x" * 119 + " y", "long name " * 30),
     ],
@@ -213,25 +235,51 @@ def test_a_project_name_of_emoji_alone_is_refused_and_works_with_a_typed_slug(
     assert metadata(render(source, tmp_path, project_name="🚀🚀", project_slug="rocket"))["name"] == "rocket"
 
 
-def test_every_package_that_pyproject_names_is_refused_as_a_slug(source: Path) -> None:
-    project = tomllib.loads((source / TEMPLATE / "pyproject.toml").read_text(encoding="utf-8"))
-    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
-    names = {Requirement(line).name for line in [*wanted, *project["build-system"]["requires"]]}
+def refused_packages(source: Path) -> set[str]:
     hook = ast.parse((source / "hooks" / "pre_gen_project.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in hook.body if isinstance(node, ast.Assign)}
-    assert {"torch", "pytest", "setuptools"} <= names
-    assert names <= set(ast.literal_eval(assigned["PACKAGES"]).split())
+    return set(ast.literal_eval(assigned["PACKAGES"]).split())
+
+
+def requirements_of(source: Path) -> list[str]:
+    """Every requirement that the generated project's pyproject.toml names."""
+    project = tomllib.loads((source / TEMPLATE / "pyproject.toml").read_text(encoding="utf-8"))
+    tables = project["project"]["optional-dependencies"] | project["dependency-groups"]
+    lists = [project["project"]["dependencies"], project["build-system"]["requires"], *tables.values()]
+    return [requirement for requirements in lists for requirement in requirements]
+
+
+def test_every_package_that_pyproject_names_is_refused_as_a_slug(source: Path) -> None:
+    names = {Requirement(line).name for line in requirements_of(source)}
+    assert {"torch", "pytest", "setuptools", "psutil", "pillow", "matplotlib"} <= names
+    assert names <= refused_packages(source)
+
+
+def test_every_package_that_pip_installs_with_the_project_is_refused_as_a_slug(source: Path) -> None:
+    """Those of NVIDIA are in the list as well, but change with each torch."""
+    pending = [Requirement(line) for line in requirements_of(source)]
+    found: set[str] = set()
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            pending += [Requirement(line) for line in importlib.metadata.requires(name) or []]
+    assert {"torch", "sympy", "mpmath", "pyparsing"} <= found
+    assert {name for name in found if not name.startswith("nvidia-")} <= refused_packages(source)
 
 
 def test_the_command_line_exits_1_with_our_line_alone_on_stderr(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    # Cookiecutter adds its own report of the failed hook, with a traceback, on stdout. No hook can prevent it.
+    # On stdout, cookiecutter adds its own report of the failed hook, with a traceback. A hook cannot prevent that.
     command = [sys.executable, "-m", "cookiecutter", source, "--no-input", "project_slug=torch"]
     done = run(*command, ok=False, cwd=tmp_path, env=environment)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "The project slug 'torch' is a package that the project needs: type another, such as torch-training"
+        "The project slug 'torch' is a package that the project needs; type another, such as torch-training"
     ]
     assert "Hook script failed" in done.stdout
     assert not list(tmp_path.iterdir())
@@ -276,21 +324,113 @@ def test_the_prompts_have_human_labels_and_take_what_is_typed(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "cookiecutter", source, "--output-dir", tmp_path / "out"]
-    done = run(*command, input='Say "hi" 🚀\n../Foo Bar\nJane {{ Doe }}\n3\n', cwd=tmp_path, env=environment)
+    done = run(*command, input='Say "hi" 🚀\n../Foo Bar\nJane {{ Doe }}\n3\n2\n', cwd=tmp_path, env=environment)
     labels = json.loads((source / "cookiecutter.json").read_text(encoding="utf-8"))["__prompts__"]
-    asked = ["project_name", "project_slug", "full_name", "license"]
+    asked = ["project_name", "project_slug", "full_name", "license", "launchers"]
     assert list(labels) == asked and list(labels["license"]) == ["__prompt__", *LICENSES]
-    shown = [labels["project_name"], labels["project_slug"], labels["full_name"], *labels["license"].values()]
+    assert list(labels["launchers"]) == ["__prompt__", *LAUNCHERS]
+    shown = [labels["project_name"], labels["project_slug"], labels["full_name"]]
+    shown += [*labels["license"].values(), *labels["launchers"].values()]
     places = [done.stdout.find(label) for label in shown]
     assert -1 not in places and places == sorted(places), done.stdout
-    assert "[4/4]" in done.stdout and not any(variable in done.stdout for variable in asked[:3])
+    assert "[5/5]" in done.stdout and not any(variable in done.stdout for variable in asked[:3])
     assert os.listdir(tmp_path / "out") == ["foo-bar"]
     table = metadata(tmp_path / "out" / "foo-bar")
     assert table["description"].startswith('Say "hi" 🚀:') and table["license"] == "BSD-3-Clause"
     assert table["authors"] == [{"name": "Jane {{ Doe }}"}]
+    assert os.listdir(tmp_path / "out" / "foo-bar" / "launch") == ["slurm.sbatch"]
 
 
-# What comes out
+# The launchers
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def chosen(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Each answer to the prompt `launchers`, and a project with it. Tests only read the project."""
+    return request.param, render(source, tmp_path_factory.mktemp("chosen"), launchers=request.param)
+
+
+def test_only_the_chosen_launchers_are_in_the_project(project: Path, chosen: tuple[str, Path]) -> None:
+    choice, other = chosen
+    before, after = tree(project), tree(other)
+    assert set(before) - set(after) == LAUNCHERS[choice] and set(after) <= set(before)
+    assert [name for name in after if after[name] != before[name]] == (["README.md"] if LAUNCHERS[choice] else [])
+    assert (other / "launch").exists() == (choice != "launch_node.sh only")
+    assert {"Dockerfile", "launch_node.sh", "ddp/launcher/agent.py"} <= set(after)
+
+
+def test_nothing_in_the_project_needs_a_launcher_that_was_not_chosen(chosen: tuple[str, Path]) -> None:
+    choice, project = chosen
+    removed = {Path(name).name for name in LAUNCHERS[choice]}
+    modules = {name.removesuffix(".py").replace("/", ".") for name in LAUNCHERS[choice] if name.endswith(".py")}
+    for path in project.rglob("*"):
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                    assert not {start[:-1], *(start + name.name for name in node.names)} & modules, path
+        elif path.is_file() and path.name != "LICENSE":
+            text = path.read_text(encoding="utf-8")
+            assert not [name for name in removed if name in text], path
+
+
+def test_the_linter_accepts_a_project_with_any_launchers(chosen: tuple[str, Path], environment: dict[str, str]) -> None:
+    for command in (("check",), ("format", "--check")):
+        run(sys.executable, "-m", "ruff", *command, "--no-cache", ".", cwd=chosen[1], env=environment)
+
+
+def test_the_readme_is_whole_with_any_launchers(chosen: tuple[str, Path]) -> None:
+    text = (chosen[1] / "README.md").read_text(encoding="utf-8")
+    assert (
+        not re.search(r"[ \t]$|\n{3}|\{[%{#]", text, re.MULTILINE) and text.endswith("\n") and not text.endswith("\n\n")
+    )
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    linked = set(re.findall(r"\]\(#([^)]+)\)", text))
+    assert linked and linked <= anchors
+    assert all((chosen[1] / path).exists() for path in re.findall(r"\]\(([^)#:]+)\)", text))
+
+
+@pytest.mark.slow
+def test_a_project_without_launch_scripts_passes_its_own_tests(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """It has the fewest files: with the others, no test sees more than the template's own tests do."""
+    project = render(source, tmp_path, launchers="launch_node.sh only")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = run(*command, timeout=400, cwd=project, env=environment)
+    assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_launch_folder_with_files_of_the_owner_stays(source: Path, tmp_path: Path) -> None:
+    project = render(source, tmp_path)
+    (project / "launch" / "mine.sh").write_text("mine")
+    render(source, tmp_path, force=True, launchers="launch_node.sh only")
+    assert os.listdir(project / "launch") == ["mine.sh"]
+
+
+def test_an_answer_that_is_no_choice_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="launchers"):
+        render(source, tmp_path, launchers="ssh")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_replay_file_from_before_the_prompt_asks_only_for_the_launchers(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "cookiecutter", source]
+    run(*command, "--no-input", "-o", tmp_path / "first", "project_slug=older", env=environment)
+    answers = json.loads((Path(environment["HOME"]) / "replay" / "ddp-template.json").read_text(encoding="utf-8"))
+    del answers["cookiecutter"]["launchers"]
+    (tmp_path / "older.json").write_text(json.dumps(answers), encoding="utf-8")
+    replay = [*command, "--replay-file", tmp_path / "older.json", "-o", tmp_path / "second"]
+    run(*replay, input="2\n", env=environment)
+    assert os.listdir(tmp_path / "second" / "older" / "launch") == ["slurm.sbatch"]
+
+
+# The output
 
 
 def test_only_readme_pyproject_and_license_are_rendered(source: Path, project: Path) -> None:
@@ -299,15 +439,15 @@ def test_only_readme_pyproject_and_license_are_rendered(source: Path, project: P
     assert [name for name in before if before[name] != after[name]] == sorted(RENDERED)
 
 
-def test_no_jinja_is_left_over(project: Path) -> None:
+def test_no_jinja_remains(project: Path) -> None:
     for name in RENDERED:
         assert not re.search(r"\{\{|\{%|\{#", (project / name).read_text(encoding="utf-8")), name
     assert not [name for name in tree(project) if "{" in name]
 
 
-def test_the_patterns_of_copied_files_leave_out_the_three_and_match_no_folder(source: Path) -> None:
-    # A file that matches no pattern would be rendered, braces and all. A folder that matches one would be deleted and
-    # copied anew by `cookiecutter --overwrite-if-exists`, with what its owner had added to it.
+def test_the_patterns_of_copied_files_exclude_the_three_and_match_no_folder(source: Path) -> None:
+    # A file that matches no pattern would be rendered, with its braces. If a folder matched a pattern,
+    # `cookiecutter --overwrite-if-exists` would delete it, with the owner's own files, and copy it again.
     patterns = json.loads((source / "cookiecutter.json").read_text(encoding="utf-8"))["_copy_without_render"]
     root = source / TEMPLATE
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*")}
@@ -325,7 +465,7 @@ def test_rendering_over_a_project_keeps_files_that_its_owner_added(source: Path,
     assert all(Path(path).read_text() == "mine" for path in added)
 
 
-def test_a_template_that_was_run_in_place_renders_in_spite_of_its_caches(source: Path, tmp_path: Path) -> None:
+def test_a_template_that_was_run_in_place_renders_despite_its_caches(source: Path, tmp_path: Path) -> None:
     used = tmp_path / "used"
     shutil.copytree(source, used)
     for name in (".mypy_cache/3.10/a.json", ".ruff_cache/1/x", "ddp/__pycache__/a.cpython-310.pyc", "runs/status.json"):
@@ -336,7 +476,7 @@ def test_a_template_that_was_run_in_place_renders_in_spite_of_its_caches(source:
 
 
 @pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
-def test_ruff_is_content_with_the_template_folder_and_with_the_project(
+def test_ruff_accepts_the_template_folder_and_the_project(
     source: Path, project: Path, command: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     for folder in (source / TEMPLATE, project):
@@ -355,24 +495,60 @@ def test_the_unrendered_pyproject_is_valid_toml(source: Path, project: Path) -> 
     assert unrendered == rendered
 
 
+OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+
+
 @pytest.mark.slow
 def test_pip_installs_the_project_and_reads_its_license(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     project = render(source, tmp_path, full_name='Zoë "Z" \\ 模型', license="Proprietary")
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=os.name != "nt")
-    python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    own = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").stdout.strip()
-    # The new environment borrows pip and setuptools from this one, so that nothing is downloaded.
-    Path(own, "borrowed.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
-    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    run(python, "-m", "pip", "install", *offline, "-e", ".", cwd=project, env=environment)
-    script = (
-        "import config, ddp.errors, importlib.metadata as m; d = m.metadata('my-ddp-project'); print(config.__file__)"
-    )
-    script += "; print(d['License-Expression'], d['License-File'], d['Author'], sep='|')"
-    seen = run(python, "-c", script, cwd=tmp_path, env=environment).stdout.splitlines()
-    assert seen == [str(project / "config.py"), 'LicenseRef-Proprietary|LICENSE|Zoë "Z" \\ 模型']
+    python = virtual_environment(tmp_path / "venv")
+    run(python, "-m", "pip", "install", *OFFLINE, "-e", ".", cwd=project, env=environment)
+    script = "import importlib.metadata as m; d = m.metadata('my-ddp-project')"
+    script += "; print(d['License-Expression'], d['License-File'], d['Author'], sep='|'); print(*m.requires(d['Name']))"
+    license, requirements = run(python, "-c", script, cwd=tmp_path, env=environment).stdout.splitlines()
+    assert license == 'LicenseRef-Proprietary|LICENSE|Zoë "Z" \\ 模型'
+    assert requirements.startswith(" ".join(metadata(project)["dependencies"]) + " pytest>=8;")
+    script = "import config, ddp.core.errors; print(config.__file__)"
+    assert run(python, "-c", script, cwd=project, env=environment).stdout == f"{project / 'config.py'}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("editable", [["-e"], []], ids=["editable", "ordinary"])
+def test_two_projects_in_one_environment_import_their_own_modules(
+    source: Path, tmp_path: Path, environment: dict[str, str], editable: list[str]
+) -> None:
+    """Both have a model.py. pip installs none of their modules, so that neither hides those of the other."""
+    python = virtual_environment(tmp_path / "venv")
+    projects = [render(source, tmp_path, project_slug=slug) for slug in ("one", "two")]
+    for project in projects:
+        for name in ("model.py", "data.py", "config.py", "ddp/__init__.py"):
+            with (project / name).open("a", encoding="utf-8") as file:
+                file.write("\n\nprint(__file__)\n")
+        (project / "tests" / "test_origin.py").write_text(
+            "from importlib.util import find_spec\n"
+            "from pathlib import Path\n\n"
+            "import config, ddp, pytest\n\n"
+            f"@pytest.mark.parametrize('module', {MODULES})\n"
+            "def test_origin(module):\n"
+            "    assert Path(find_spec(module).origin).is_relative_to(Path(__file__).parent.parent)\n"
+        )
+        run(python, "-m", "pip", "install", *OFFLINE, *editable, project, cwd=tmp_path, env=environment)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script = f"from importlib.util import find_spec; print([name for name in {MODULES} if find_spec(name)])"
+    assert run(python, "-c", script, cwd=elsewhere, env=environment).stdout == "[]\n"
+    script = "import importlib.metadata as m; print(m.version('one'), m.version('two'))"
+    assert run(python, "-c", script, cwd=elsewhere, env=environment).stdout == "0.1.0 0.1.0\n"
+    for project, other in (projects, projects[::-1]):
+        printed = run(python, project / "main.py", "--help", cwd=other, env=environment).stdout.splitlines()
+        own = {f"{project / name}" for name in ("model.py", "data.py", "config.py", "ddp/__init__.py")}
+        assert {line for line in printed if line.endswith(".py")} == own
+        for folder in (elsewhere, project):
+            pytest_run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", project / "tests" / "test_origin.py"]
+            assert f"{len(MODULES)} passed" in run(*pytest_run, cwd=folder, env=environment).stdout
 
 
 @pytest.mark.slow
@@ -382,21 +558,24 @@ def test_uv_resolves_the_project(source: Path, tmp_path: Path, environment: dict
     done = run(sys.executable, "-m", "uv", "sync", "--dry-run", "--no-progress", ok=False, cwd=project, env=here)
     offline = re.search(r"Failed to (fetch|download)|dns error|error sending request", done.stderr)
     if offline and os.environ.get("CI") != "true":
-        pytest.skip("uv reads the packages' metadata from the network, which is not there")
+        pytest.skip("uv reads the packages' metadata from the network, which is out of reach")
     assert done.returncode == 0, done.stderr
     assert re.search(r"\+ torch==", done.stderr) and re.search(r"\+ pytest==", done.stderr)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a shell script")
-def test_the_launcher_takes_the_environment_that_is_active_or_else_the_projects(
+def test_the_launcher_uses_the_active_environment_or_the_one_of_the_project(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """Also under `uv run`, which activates the project's. A wrong option ends it before it would need torch."""
+    """Also under `uv run`, which activates the project's own. An invalid option ends it before it needs torch."""
     project = render(source, tmp_path)
     text = (project / "config.py").read_text(encoding="utf-8")
-    told = text.replace("import sys\n", "import sys\n\nprint(sys.prefix)\n", 1)
-    (project / "config.py").write_text(told, encoding="utf-8")
+    start = "from __future__ import annotations\n"
+    assert text.count(start) == 1
+    (project / "config.py").write_text(
+        text.replace(start, f"{start}\nimport sys\n\nprint(sys.prefix)\n"), encoding="utf-8"
+    )
     for folder in (project / ".venv", tmp_path / "other"):
         venv.create(folder, with_pip=False, symlinks=True)
     bare = {name: value for name, value in environment.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHON")}
@@ -418,7 +597,7 @@ def test_the_launcher_takes_the_environment_that_is_active_or_else_the_projects(
 # Hooks
 
 
-def test_the_hooks_need_nothing_but_the_standard_library(source: Path) -> None:
+def test_the_hooks_need_only_the_standard_library(source: Path) -> None:
     hooks = sorted((source / "hooks").iterdir())
     assert [hook.name for hook in hooks] == ["post_gen_project.py", "pre_gen_project.py"]
     for hook in hooks:
@@ -450,7 +629,7 @@ def test_shell_scripts_can_be_run_when_rendered_from_a_folder(project: Path) -> 
 
 
 def zipped(source: Path, path: Path) -> Path:
-    """A zip of the template with one folder at its top and no permissions, as a download of a branch has."""
+    """A zip of the template with one top folder and without permissions, like a downloaded branch."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(zipfile.ZipInfo(f"{source.name}/"), b"")
         for name, (content, _) in tree(source).items():
@@ -462,12 +641,12 @@ def zipped(source: Path, path: Path) -> Path:
 def test_shell_scripts_can_be_run_when_rendered_from_a_zip(source: Path, tmp_path: Path, project: Path) -> None:
     archive = zipped(source, tmp_path / "ddp-template.zip")
     bare = render(archive, tmp_path / "bare", hooks=False)
-    assert not any(runs for _, runs in tree(bare).values())  # else this test would prove nothing
-    assert tree(render(archive, tmp_path / "out")) == tree(project)  # the bits among the rest
+    assert not any(runs for _, runs in tree(bare).values())  # otherwise this test proves nothing
+    assert tree(render(archive, tmp_path / "out")) == tree(project)  # the run bits included
 
 
 @pytest.mark.slow
-def test_without_hooks_the_output_is_the_same(
+def test_without_hooks_the_output_is_complete(
     source: Path, tmp_path: Path, project: Path, environment: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "cookiecutter", source, "--no-input", "--accept-hooks", "no"]
@@ -477,15 +656,23 @@ def test_without_hooks_the_output_is_the_same(
     run(*command, "-o", "out", cwd=tmp_path, env=environment)
     assert sorted(os.listdir(tmp_path / "out")) == ["foo-bar", "my-ddp-project"]
     assert tree(tmp_path / "out" / "my-ddp-project") == tree(project)
+    slurm = render(source, tmp_path / "slurm", hooks=False, launchers="slurm")
+    assert set(tree(slurm)) == set(tree(project))
 
 
 # Other ways to render
 
 
 @pytest.mark.slow
-def test_a_replay_gives_the_same_project_again(source: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_replay_renders_the_same_project_again(source: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "cookiecutter", source]
-    answers = ['project_name=A "b" \\ 模型', "project_slug=../Foo Bar", "full_name=O'Neil", "license=Apache-2.0"]
+    answers = [
+        'project_name=A "b" \\ 模型',
+        "project_slug=../Foo Bar",
+        "full_name=O'Neil",
+        "license=Apache-2.0",
+        "launchers=slurm",
+    ]
     run(*command, "--no-input", "-o", tmp_path / "first", *answers, env=environment)
     run(*command, "--replay", "-o", tmp_path / "second", env=environment)
     assert os.listdir(tmp_path / "second") == ["foo-bar"]
@@ -511,7 +698,7 @@ def test_a_slug_that_was_edited_into_a_replay_file_is_refused(
 
 
 def committed(source: Path, repository: Path, environment: dict[str, str]) -> Path:
-    """A git repository with one commit that holds these files."""
+    """A git repository with one commit of these files."""
     shutil.copytree(source, repository)
     run("git", "init", "--quiet", "--initial-branch", "main", cwd=repository, env=environment)
     commit_all(repository, environment)
@@ -523,7 +710,7 @@ def commit_all(repository: Path, environment: dict[str, str]) -> None:
     run("git", "commit", "--quiet", "--message", "a change", cwd=repository, env=environment)
 
 
-def test_a_git_url_gives_the_same_project(
+def test_a_git_url_renders_the_same_project(
     source: Path, tmp_path: Path, project: Path, environment: dict[str, str]
 ) -> None:
     work = committed(source, tmp_path / "work", environment)
@@ -567,4 +754,41 @@ def test_cruft_update_brings_a_change_of_the_template_and_keeps_the_owners_edit_
     updated = tree(owner)
     changed = [name for name in updated if updated[name] != kept.get(name) and not name.startswith(".git/")]
     assert changed == [".cruft.json", "main.py", "model.py", "new.py"]
+    run(*cruft, "check", cwd=owner, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [("all", "slurm"), ("slurm", "all"), ("launch_node.sh only", "kubernetes")]
+)
+def test_cruft_update_changes_the_launchers_and_keeps_the_owners_edits(
+    source: Path, tmp_path: Path, environment: dict[str, str], first: str, second: str
+) -> None:
+    template = committed(source, tmp_path / "ddp-template", environment)
+    cruft = [sys.executable, "-m", "cruft"]
+    context = ["--extra-context", json.dumps({"launchers": first})]
+    run(*cruft, "create", template, "--no-input", "--output-dir", tmp_path, *context, cwd=tmp_path, env=environment)
+    owner = tmp_path / "my-ddp-project"
+    run("git", "init", "--quiet", cwd=owner, env=environment)
+    for name in ("model.py", "README.md", "pyproject.toml"):
+        with (owner / name).open("a", encoding="utf-8") as file:
+            file.write("\n# OWNER\n")
+    (owner / "launch").mkdir(exist_ok=True)
+    (owner / "launch" / "mine.sh").write_text("mine")
+    commit_all(owner, environment)
+    before = tree(owner)
+
+    variables = ["--variables-to-update", json.dumps({"launchers": second})]
+    run(*cruft, "update", "--skip-apply-ask", *variables, cwd=owner, env=environment)
+    after = {name: content for name, content in tree(owner).items() if not name.startswith(".git/")}
+    rendered = render(source, tmp_path / "expected", launchers=second)
+    assert set(after) == {*tree(rendered), ".cruft.json", "launch/mine.sh"}
+    owned = {"model.py", "README.md", "pyproject.toml"}
+    assert {name: after[name] for name in tree(rendered) if name not in owned} == {
+        name: content for name, content in tree(rendered).items() if name not in owned
+    }
+    for name in owned:
+        assert after[name][0] == tree(rendered)[name][0] + b"\n# OWNER\n"
+    assert after["launch/mine.sh"] == before["launch/mine.sh"]
+    assert json.loads(after[".cruft.json"][0])["context"]["cookiecutter"]["launchers"] == second
     run(*cruft, "check", cwd=owner, env=environment)

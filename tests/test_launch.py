@@ -1,34 +1,45 @@
-"""Every way to start a run gives the same ranks; a launcher that is set up by half is refused by name."""
+"""Every way to start a run gives the same ranks; an incomplete launcher environment is refused with what is missing."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
+import platform
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from outputs import free_port
+from template_copy import TEMPLATE, copy_template
 
-from config import parse
-from ddp import checkpoint
-from ddp.errors import Collateral, EnvironmentFailure, Failure, UsageError
-from ddp.group import _choose, join
-from ddp.launch import Placement, find_placement, first_host, run_as_rank
-from ddp.state import digest
+from config import Config
+from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint.state import digest
+from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
+from ddp.core.signals import SignalHandler
+from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
+from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
+from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
+from ddp.distributed.rendezvous import RankInfo
+from ddp.entrypoint import spawn
+from ddp.entrypoint.launch import run_as_rank
 from faults import fault
 from processes import Ranks, on_ranks, train
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 MAIN = str(TEMPLATE / "main.py")
 RUN = ["--dataset", "synthetic", "--max-steps", "3", "--output-dir"]
+EXIT_THREAD = {"x86_64": 60, "aarch64": 93}  # the number of the system call that ends one thread
 
 
 def run(command: list[Any], **environ: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +80,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights after three steps with two processes."""
     output = tmp_path_factory.mktemp("expected")
     done = run([sys.executable, MAIN, *RUN, output, "--nproc", 2])
-    assert done.returncode == 0 and "2 processes (" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 processes (--nproc)" in done.stdout, done.stdout + done.stderr
     return weights(output)
 
 
@@ -86,7 +97,7 @@ LAUNCHERS = {
 def test_every_launcher_gives_the_same_two_ranks(launcher: str, expected: str, tmp_path: Path) -> None:
     command = [*LAUNCHERS[launcher], *RUN, tmp_path]
     if shutil.which(str(command[0])) is None:
-        assert not os.environ.get("CI"), f"{command[0]} must be there in CI"
+        assert not os.environ.get("CI"), f"{command[0]} must be installed in CI"
         pytest.skip(f"{command[0]} is not installed")
     done = run(command, MASTER_PORT=str(free_port())) if launcher == "mpirun" else run(command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +108,7 @@ def test_every_launcher_gives_the_same_two_ranks(launcher: str, expected: str, t
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_arguments_give_the_same_two_ranks(scheme: str, expected: str, tmp_path: Path) -> None:
-    init_method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting point"
+    init_method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/rendezvous file"
     processes = by_arguments(init_method, tmp_path)
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -139,28 +150,42 @@ SLURM = {
 
 
 def test_each_launcher_is_recognised_by_its_variables() -> None:
-    config = parse([])
-    assert find_placement(config, {}) == Placement(0, 1, 0, None, "one process")
-    assert find_placement(config, TORCHRUN) == Placement(1, 4, 1, "env://", "torchrun")
-    assert find_placement(config, MPI) == Placement(1, 4, 1, "tcp://10.0.0.1:1234", "mpirun")
-    slurm = find_placement(config, SLURM)
-    assert (slurm.rank, slurm.world_size, slurm.local_rank, slurm.source) == (5, 8, 1, "srun")
+    config = Config.parse([])
+    assert find_rank_env(config, {}) == RankEnv(0, 1, 0, None, Launcher.NONE)
+    assert find_rank_env(config, TORCHRUN) == RankEnv(1, 4, 1, "env://", Launcher.TORCHRUN)
+    assert find_rank_env(config, MPI) == RankEnv(1, 4, 1, "tcp://10.0.0.1:1234", Launcher.MPIRUN)
+    slurm = find_rank_env(config, SLURM)
+    assert (slurm.rank, slurm.world_size, slurm.local_rank, slurm.launcher) == (5, 8, 1, Launcher.SRUN)
     assert slurm.init_method is not None and slurm.init_method.startswith("tcp://gpu03:")
-    assert find_placement(config, {**SLURM, **TORCHRUN}).source == "torchrun", "torchrun inside of a Slurm job"
-    by_hand = parse(["--rank", "1", "--world-size", "3", "--init-method", "tcp://10.0.0.1:9", "--local-rank", "0"])
-    assert find_placement(by_hand, {}) == Placement(1, 3, 0, "tcp://10.0.0.1:9", "arguments")
+    inside_slurm = find_rank_env(config, {**SLURM, **TORCHRUN})
+    assert inside_slurm.launcher == Launcher.TORCHRUN, "torchrun inside of a Slurm job"
+    by_hand = ["--rank", "1", "--world-size", "3", "--init-method", "tcp://10.0.0.1:9", "--local-rank", "0"]
+    assert find_rank_env(Config.parse(by_hand), {}) == RankEnv(1, 3, 0, "tcp://10.0.0.1:9", Launcher.ARGUMENTS)
+
+
+def test_the_names_of_the_launchers_in_messages() -> None:
+    names = {launcher.name: launcher.value for launcher in Launcher}
+    assert names == {
+        "NONE": "one process",
+        "ARGUMENTS": "arguments",
+        "TORCHRUN": "torchrun",
+        "SRUN": "srun",
+        "MPIRUN": "mpirun",
+        "NPROC": "--nproc",
+        "TEST": "test",
+    }
 
 
 def test_ranks_of_one_slurm_step_agree_on_a_port_and_other_steps_have_another() -> None:
-    ports = {find_placement(parse([]), {**SLURM, "SLURM_PROCID": str(rank)}).init_method for rank in range(8)}
+    ports = {find_rank_env(Config.parse([]), {**SLURM, "SLURM_PROCID": str(rank)}).init_method for rank in range(8)}
     assert len(ports) == 1
-    assert find_placement(parse([]), {**SLURM, "SLURM_STEP_ID": "1"}).init_method not in ports
+    assert find_rank_env(Config.parse([]), {**SLURM, "SLURM_STEP_ID": "1"}).init_method not in ports
 
 
 def test_a_batch_script_of_slurm_is_one_process() -> None:
-    """Without srun, SLURM_PROCID is 0 and SLURM_NTASKS that of the whole job: nobody else would come."""
+    """Without srun, SLURM_PROCID is 0 and SLURM_NTASKS that of the whole job, but there are no other processes."""
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
-    assert find_placement(parse([]), batch).world_size == 1
+    assert find_rank_env(Config.parse([]), batch).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -173,68 +198,78 @@ def test_first_host_of_a_slurm_list(nodelist: str, first: str) -> None:
 
 @fault(32)
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_of_torchrun_is_refused_by_name(missing: str) -> None:
+def test_an_incomplete_environment_of_torchrun_is_refused_with_what_is_missing(missing: str) -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(EnvironmentFailure, match=f"{missing} is missing") as error:
-        find_placement(parse([]), environ)
+    with pytest.raises(
+        SetupError, match=f"environment of torchrun is incomplete: .* set, {missing} missing; "
+    ) as error:
+        find_rank_env(Config.parse([]), environ)
     assert all(f"{name}={value}" in str(error.value) for name, value in environ.items())
 
 
 @pytest.mark.parametrize("only", ["MASTER_ADDR", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_single_variable_of_torchrun_is_refused(only: str) -> None:
-    with pytest.raises(EnvironmentFailure, match="RANK"):
-        find_placement(parse([]), {only: TORCHRUN[only]})
+    with pytest.raises(SetupError, match="RANK"):
+        find_rank_env(Config.parse([]), {only: TORCHRUN[only]})
 
 
 @pytest.mark.parametrize("launcher, name", [(MPI, "OMPI_COMM_WORLD_SIZE"), (SLURM, "SLURM_LOCALID")])
-def test_half_of_another_launcher_is_refused_by_name(launcher: dict[str, str], name: str) -> None:
-    with pytest.raises(EnvironmentFailure, match=f"{name} is missing"):
-        find_placement(parse([]), {key: value for key, value in launcher.items() if key != name})
+def test_an_incomplete_environment_of_another_launcher_is_refused(launcher: dict[str, str], name: str) -> None:
+    with pytest.raises(SetupError, match=f", {name} missing; "):
+        find_rank_env(Config.parse([]), {key: value for key, value in launcher.items() if key != name})
 
 
-def test_launchers_without_the_rank_are_half_set_too() -> None:
-    """Else each of their processes would train alone, and all would say that they are done."""
+def test_an_environment_without_the_rank_is_incomplete_as_well() -> None:
+    """Otherwise each process would train alone, and all would report success."""
     for launcher, name in ((MPI, "OMPI_COMM_WORLD_RANK"), (SLURM, "SLURM_PROCID"), (SLURM, "SLURM_STEP_ID")):
-        with pytest.raises(EnvironmentFailure, match=f"{name} is missing"):
-            find_placement(parse([]), {key: value for key, value in launcher.items() if key != name})
+        with pytest.raises(SetupError, match=f", {name} missing; "):
+            find_rank_env(Config.parse([]), {key: value for key, value in launcher.items() if key != name})
 
 
-def seats(gpus: int, local_ranks: list[int], visible: list[str | None] | None = None) -> list[dict[str, Any]]:
-    """The roll call of one machine."""
-    shown = visible or [None] * len(local_ranks)
+def rank_infos(
+    gpus: int, local_ranks: list[int], visible: list[str | None] | None = None, host: str = "gpu1"
+) -> list[RankInfo]:
+    """What the ranks of one machine with `gpus` GPUs tell the others."""
     return [
-        {"host": "gpu1 boot", "local_rank": local_rank, "gpus": gpus, "visible": sees}
-        for local_rank, sees in zip(local_ranks, shown, strict=True)
+        RankInfo(host, f"{host} boot", local_rank, gpus, sees, address=None)
+        for local_rank, sees in zip(local_ranks, visible or [None] * len(local_ranks), strict=True)
     ]
 
 
 @fault(30)
 def test_the_device_follows_from_the_local_rank() -> None:
-    """As far as a machine without a GPU can show it: from what the processes say of theirs."""
-    config = parse(["--backend", "nccl"])
-    assert [str(_choose(config, seats(4, [0, 1, 2, 3]), rank)[0]) for rank in range(4)] == [
+    """A machine without a GPU can show it only with made-up RankInfos."""
+    config = Config.parse(["--backend", "nccl"])
+    assert [str(_choose_device(config, rank_infos(4, [0, 1, 2, 3]), rank)[0]) for rank in range(4)] == [
         *("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     ]
-    two_machines = [*seats(2, [0, 1]), *({**seat, "host": "gpu2 boot"} for seat in seats(2, [0, 1]))]
-    assert str(_choose(config, two_machines, 3)[0]) == "cuda:1", "rank 3 of 2 x 2"
-    own = seats(1, [0, 1], ["0", "1"])  # srun --gpus-per-task=1
-    assert [str(_choose(config, own, rank)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:0"]
-    for wrong in (seats(1, [0, 1]), seats(2, [0, 0]), seats(2, [0, 2]), [*seats(1, [0]), *seats(0, [1])]):
-        with pytest.raises(EnvironmentFailure, match=r"gpu1: [12] process"):
-            _choose(config, wrong, 0)
-    assert _choose(parse(["--backend", "gloo"]), seats(1, [0, 1]), 1) == (torch.device("cuda:0"), "gloo")
+    two_machines = [*rank_infos(2, [0, 1]), *rank_infos(2, [0, 1], host="gpu2")]
+    assert str(_choose_device(config, two_machines, 3)[0]) == "cuda:1", "rank 3 of 2 x 2"
+    own = rank_infos(1, [0, 1], ["0", "1"])  # srun --gpus-per-task=1
+    assert [str(_choose_device(config, own, rank)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:0"]
+    too_few = (
+        rank_infos(1, [0, 1]),
+        rank_infos(2, [0, 0]),
+        rank_infos(2, [0, 2]),
+        rank_infos(1, [0]) + rank_infos(0, [1]),
+    )
+    for wrong in too_few:
+        with pytest.raises(SetupError, match=r"gpu1: [12] process"):
+            _choose_device(config, wrong, 0)
+    shared = _choose_device(Config.parse(["--backend", "gloo"]), rank_infos(1, [0, 1]), 1)
+    assert shared == (torch.device("cuda:0"), "gloo")
 
 
-def test_a_file_that_an_earlier_run_has_left_is_refused(tmp_path: Path) -> None:
-    """Its keys would be taken for those of this run."""
-    method = f"file://{tmp_path}/meeting"
+def test_the_file_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    """Its keys would be mistaken for those of this run."""
+    method = f"file://{tmp_path}/rendezvous"
 
-    def target(placement: Placement) -> int:
+    def target(rank_env: RankEnv) -> int:
         try:
-            with join(parse([]), Placement(placement.rank, 2, placement.rank, method, "")) as group:
-                group.gather(None)
-                os._exit(0)  # as a kill does, it leaves the file behind
-        except EnvironmentFailure as error:
+            with init_distributed(Config.parse([]), replace(rank_env, world_size=2, init_method=method)) as ctx:
+                ctx.gather(None)
+                os._exit(0)  # like a kill, this does not delete the file
+        except SetupError as error:
             print(error)
             return error.exit_code
 
@@ -244,91 +279,112 @@ def test_a_file_that_an_earlier_run_has_left_is_refused(tmp_path: Path) -> None:
     assert again.wait() == [3, 3] and "delete a file that an earlier run has left" in again.output()
 
 
-def test_an_interface_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_interface_is_reported_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")
     output = train(1, "--dataset", "synthetic", "--output-dir", tmp_path, code=3)
-    assert output.count("\n") == 1 and "cannot connect to the others by gloo" in output and "nope" in output
+    assert output.count("\n") == 1 and "cannot connect to the others over gloo" in output and "nope" in output
 
 
 def test_contradictions_are_refused() -> None:
     by_hand = ["--rank", "0", "--world-size", "2", "--init-method", "tcp://localhost:1"]
-    with pytest.raises(UsageError, match="leave out one of them"):
-        find_placement(parse(by_hand), TORCHRUN)
+    with pytest.raises(UsageError, match="a launcher has set RANK: remove one of them"):
+        find_rank_env(Config.parse(by_hand), TORCHRUN)
     with pytest.raises(UsageError, match="contradicts the local rank 1 of torchrun"):
-        find_placement(parse(["--local-rank", "0"]), TORCHRUN)
+        find_rank_env(Config.parse(["--local-rank", "0"]), TORCHRUN)
     with pytest.raises(UsageError, match="no launcher has set RANK"):
-        find_placement(parse(["--local-rank", "0"]), {})
-    with pytest.raises(EnvironmentFailure, match="rank 4 of 4"):
-        find_placement(parse([]), {**TORCHRUN, "RANK": "4"})
-    with pytest.raises(EnvironmentFailure, match="RANK='x' is not a whole number"):
-        find_placement(parse([]), {**TORCHRUN, "RANK": "x"})
-    with pytest.raises(EnvironmentFailure, match="MASTER_ADDR"):
-        find_placement(parse([]), {key: value for key, value in MPI.items() if key != "MASTER_ADDR"})
+        find_rank_env(Config.parse(["--local-rank", "0"]), {})
+    with pytest.raises(SetupError, match="rank 4 of 4"):
+        find_rank_env(Config.parse([]), {**TORCHRUN, "RANK": "4"})
+    with pytest.raises(SetupError, match="RANK='x' must be an integer >= 0"):
+        find_rank_env(Config.parse([]), {**TORCHRUN, "RANK": "x"})
+    with pytest.raises(SetupError, match="MASTER_ADDR"):
+        find_rank_env(Config.parse([]), {key: value for key, value in MPI.items() if key != "MASTER_ADDR"})
 
 
 @pytest.mark.slow
-def test_refusals_are_one_line_of_one_process() -> None:
-    half = run([sys.executable, MAIN], WORLD_SIZE="2", MASTER_ADDR="localhost")
-    assert half.returncode == 3 and half.stdout == ""
-    assert half.stderr.count("\n") == 1 and "RANK, MASTER_PORT is missing" in half.stderr
+def test_a_refusal_is_one_line_of_one_process() -> None:
+    incomplete = run([sys.executable, MAIN], WORLD_SIZE="2", MASTER_ADDR="localhost")
+    assert incomplete.returncode == 3 and incomplete.stdout == ""
+    assert incomplete.stderr.count("\n") == 1 and "RANK, MASTER_PORT missing" in incomplete.stderr
     twice = run([sys.executable, MAIN, "--nproc", 2], **{**TORCHRUN, "RANK": "0"})
-    assert twice.returncode == 2 and "leave out --nproc" in twice.stderr
+    assert twice.returncode == 2 and "torchrun did already: remove --nproc" in twice.stderr
     many = run([sys.executable, MAIN, "--dataset", "synthetic", "--nproc", 2, "--model", "no-such"])
     assert many.returncode == 2 and many.stderr.count("error:") == 1 and "resnet18" in many.stderr
 
 
-def test_a_launcher_without_local_ranks_gets_them_numbered() -> None:
-    """With --rank, nobody says the local rank; all these processes are on one machine."""
+def test_ranks_without_local_ranks_are_numbered_on_each_machine() -> None:
+    """--rank sets no local rank. These processes are all on one machine."""
 
-    def strip(placement: Placement) -> int:
-        with join(parse([]), Placement(placement.rank, placement.world_size, None, placement.init_method, "")) as group:
-            return 10 * group.local_world_size + group.local_rank
+    def local_numbers(rank_env: RankEnv) -> int:
+        with init_distributed(Config.parse([]), replace(rank_env, local_rank=None)) as ctx:
+            return 10 * ctx.local_world_size + ctx.local_rank
 
-    ranks = Ranks(3, strip)
+    ranks = Ranks(3, local_numbers)
     assert ranks.wait() == [30, 31, 32], ranks.output()
 
 
 @fault(27)
 def test_the_same_rank_twice_is_refused() -> None:
-    def double(placement: Placement) -> int:
-        time.sleep(0.5 * placement.rank)
+    def double(rank_env: RankEnv) -> int:
+        time.sleep(0.5 * rank_env.rank)
         try:
-            with join(parse(["--timeout", "3"]), Placement(0, 2, 0, placement.init_method, "")):
+            with init_distributed(Config.parse(["--timeout", "3"]), replace(rank_env, rank=0, local_rank=0)):
                 return 0
-        except Failure as error:
+        except UserError as error:
             print(error)
             return error.exit_code
 
     ranks = Ranks(2, double)
     assert ranks.wait() == [3, 3]
-    assert "rank 0 is already at" in ranks.output(1)
+    assert "rank 0 has already joined at" in ranks.output(1)
 
 
-def test_an_error_on_rank_0_reaches_every_rank_and_one_of_them_speaks() -> None:
-    def fails(group: Any) -> str:
+@pytest.mark.parametrize(
+    ("absent", "joined", "missing"), [((2,), 3, "rank 2"), ((1, 3), 2, "rank 1, 3")], ids=["one", "two"]
+)
+def test_rank_0_names_the_ranks_that_did_not_join(absent: tuple[int, ...], joined: int, missing: str) -> None:
+    def some_join(rank_env: RankEnv) -> int:
+        if rank_env.rank in absent:
+            return 0
+        try:
+            with init_distributed(Config.parse(["--timeout", "2"]), rank_env):
+                return 0
+        except UserError as error:
+            print(error)
+            return error.exit_code
+
+    ranks = Ranks(4, some_join)
+    assert ranks.wait(30) == [0 if rank in absent else 3 for rank in range(4)], ranks.output()
+    said = ranks.output(0)
+    assert said.startswith(f"only {joined} of 4 processes joined at file://") and said.count("\n") == 1
+    assert f"within 2 s (--timeout); missing: {missing}; start all of them" in said
+
+
+def test_an_error_on_rank_0_reaches_every_rank_and_only_one_prints_it() -> None:
+    def fails(ctx: DistContext) -> str:
         def action() -> None:
-            raise EnvironmentFailure("the disk is full")
+            raise SetupError("the disk is full")
 
         try:
-            group.on_main(action)
-        except EnvironmentFailure as error:
+            ctx.on_main(action)
+        except SetupError as error:
             return f"{error} {error.on_every_rank}"
         return "nothing"
 
     assert on_ranks(3, fails) == ["the disk is full True"] * 3
-    assert on_ranks(3, lambda group: group.on_main(lambda: group.rank + 7)) == [7, 7, 7]
+    assert on_ranks(3, lambda ctx: ctx.on_main(lambda: ctx.rank + 7)) == [7, 7, 7]
 
 
-def test_the_process_group_is_gone_after_success_and_after_failure() -> None:
+def test_the_process_group_is_destroyed_after_success_and_after_failure() -> None:
     import torch.distributed as dist
 
-    def target(placement: Placement) -> int:
+    def target(rank_env: RankEnv) -> int:
         try:
-            with join(parse([]), placement):
+            with init_distributed(Config.parse([]), rank_env):
                 assert dist.is_initialized()
                 raise KeyError("a bug")
-        except (KeyError, Collateral) as error:
-            return 40 + dist.is_initialized() + 2 * isinstance(error, Collateral)
+        except (KeyError, PeerFailed) as error:
+            return 40 + dist.is_initialized() + 2 * isinstance(error, PeerFailed)
 
     assert sorted(Ranks(2, target).wait()) == [40, 42]
 
@@ -336,13 +392,13 @@ def test_the_process_group_is_gone_after_success_and_after_failure() -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--nnodes"], "--nnodes: needs a value"),
-        (["--nodes", "2"], "--nodes: no such option"),
-        (["--nnodes", "two"], "--nnodes: 'two' is not a whole number from 1"),
-        (["--nproc-per-node=0"], "--nproc-per-node: '0' is not a whole number from 1"),
+        (["--nnodes"], "--nnodes: expected one argument"),
+        (["--nodes", "2"], "unrecognized arguments: --nodes 2; put options of main.py after --"),
+        (["--nnodes", "two"], "--nnodes: 'two' must be an integer >= 1"),
+        (["--nproc-per-node=0"], "--nproc-per-node: '0' must be an integer >= 1"),
         (["--nnodes=2"], "--master-addr: needed"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "x"], "ranks run from 0 to 1"),
-        (["--", "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1"),
+        (["--", "--batch-size", "0"], "--batch-size: '0' must be an integer >= 1"),
         (["--", "--bad-option"], "unrecognized arguments: --bad-option"),
     ],
 )
@@ -354,8 +410,7 @@ def test_launch_node_refuses_before_it_starts_anything(arguments: list[str], say
 @fault(32)
 @pytest.mark.slow
 def test_launch_node_works_from_any_folder_with_spaces_and_stale_variables(tmp_path: Path) -> None:
-    project = tmp_path / "my project's"
-    shutil.copytree(TEMPLATE, project, ignore=shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache"))
+    project = copy_template(tmp_path / "my project's")
     command = ["bash", project / "launch_node.sh", "--", *RUN, tmp_path / "out put"]
     done = run(command, PET_NNODES="7", PET_MAX_RESTARTS="3", RANK="3", WORLD_SIZE="9", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -370,20 +425,20 @@ def test_launch_node_is_clean_shell_with_help() -> None:
     assert helped.returncode == 0 and "--master-addr" in helped.stdout
 
 
-# ---- rank 0 cannot be met -------------------------------------------------------------------------------------------
+# ---- rank 0 cannot be reached ---------------------------------------------------------------------------------------
 
 
-def refused(rank: int, address: str, timeout: int = 30) -> str:
-    """The line with which a rank of two refuses to meet at `address`; fails unless it ends with 3, within seconds."""
+def refusal(rank: int, address: str, timeout: int = 30) -> str:
+    """The line with which one of two ranks refuses `address`. Fails unless it exits with 3 within seconds."""
 
-    def target(placement: Placement) -> int:
-        placement = Placement(rank, 2, rank, f"tcp://{address}", "arguments")
+    def target(rank_env: RankEnv) -> int:
+        rank_env = RankEnv(rank, 2, rank, f"tcp://{address}", Launcher.ARGUMENTS)
 
-        def meet(config: Any, placement: Placement) -> None:
-            with join(config, placement):
-                raise AssertionError("they have met")
+        def connect(config: Any, rank_env: RankEnv) -> None:
+            with init_distributed(config, rank_env):
+                raise AssertionError("they are connected")
 
-        return run_as_rank(meet, parse(["--timeout", str(timeout)]), placement)
+        return run_as_rank(connect, Config.parse(["--timeout", str(timeout)]), rank_env)
 
     begin = time.monotonic()
     ranks = Ranks(1, target)
@@ -394,38 +449,43 @@ def refused(rank: int, address: str, timeout: int = 30) -> str:
 
 
 @fault(25)
-def test_who_holds_the_port_of_rank_0_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        line = refused(0, f"127.0.0.1:{taken.getsockname()[1]}")
-    assert f"is taken by pid {os.getpid()} (" in line and "choose another port" in line
+def test_the_process_that_holds_the_port_of_rank_0_is_named() -> None:
+    """In a process of its own: this one would share the socket with the rank, which is forked."""
+    listen = "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", f"import socket, time; {listen}", "a server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = refusal(0, f"127.0.0.1:{int(server.stdout.readline())}")
+        server.kill()
+    assert f"is taken by pid {server.pid} (python" in line and "choose another port" in line
 
 
 @pytest.mark.slow
 @fault(26)
-def test_an_address_that_cannot_be_rank_0s_is_refused_at_once() -> None:
-    assert "is no address of this machine" in refused(0, f"192.0.2.1:{free_port()}")
-    assert "the name nowhere.invalid is not known here" in refused(1, f"nowhere.invalid:{free_port()}")
-    assert "start rank 0, or correct the address" in refused(1, f"127.0.0.1:{free_port()}", timeout=1)
+def test_an_address_that_rank_0_cannot_have_is_refused_at_once() -> None:
+    assert "is not an address of this machine, where rank 0 runs" in refusal(0, f"192.0.2.1:{free_port()}")
+    assert "this machine cannot resolve the name nowhere.invalid" in refusal(1, f"nowhere.invalid:{free_port()}")
+    assert "start rank 0, or correct the address" in refusal(1, f"127.0.0.1:{free_port()}", timeout=1)
 
 
 @pytest.mark.slow
 @fault(26)
-def test_a_rank_that_is_early_waits_for_rank_0() -> None:
+def test_a_rank_that_starts_early_waits_for_rank_0() -> None:
     port = free_port()
 
-    def late(placement: Placement) -> int:
-        time.sleep(1.5 * (placement.rank == 0))
-        with join(parse([]), Placement(placement.rank, 2, placement.rank, f"tcp://127.0.0.1:{port}", "")) as group:
-            return int(group.gather(placement.rank) != [0, 1])
+    def late(rank_env: RankEnv) -> int:
+        time.sleep(1.5 * (rank_env.rank == 0))
+        with init_distributed(Config.parse([]), replace(rank_env, init_method=f"tcp://127.0.0.1:{port}")) as ctx:
+            return int(ctx.gather(rank_env.rank) != [0, 1])
 
     assert Ranks(2, late).wait() == [0, 0]
 
 
-# ---- --nproc, for real ----------------------------------------------------------------------------------------------
+# ---- --nproc as a user runs it --------------------------------------------------------------------------------------
 
 
 class Spawned:
-    """`python main.py --nproc 2`, training for long; its processes by rank."""
+    """A long training of `python main.py --nproc 2`, and its processes by rank."""
 
     def __init__(self, output: Path, *prefix: str) -> None:
         self.output = output
@@ -439,7 +499,7 @@ class Spawned:
             start_new_session=True,
         )
         end = time.monotonic() + 60
-        while len(list(output.glob("checkpoints/step_*.pt"))) < 2:  # so that the first is known to all
+        while len(list(output.glob("checkpoints/step_*.pt"))) < 2:  # all ranks know of the first one
             assert time.monotonic() < end and self.parent.poll() is None, self.log.read_text()
             time.sleep(0.05)
         children = Path(f"/proc/{self.parent.pid}/task/{self.parent.pid}/children").read_text().split()
@@ -448,18 +508,18 @@ class Spawned:
         assert len(self.ranks) == 2
 
     def end(self, timeout: float = 30) -> tuple[int, dict[str, Any]]:
-        """Wait for all its processes to end. Returns the exit code and status.json."""
+        """Wait until all its processes have exited. Returns the exit code and status.json."""
         code = self.parent.wait(timeout)
         end = time.monotonic() + timeout
         while any(Path(f"/proc/{pid}").exists() for pid in self.ranks):
-            assert time.monotonic() < end, "a process was left over"
+            assert time.monotonic() < end, "a process still runs"
             time.sleep(0.05)
         return code, json.loads((self.output / "status.json").read_text())
 
 
 @pytest.mark.slow
 @fault(1)
-def test_nproc_ends_with_8_when_a_process_was_killed_and_corrects_the_status(tmp_path: Path) -> None:
+def test_nproc_exits_with_8_if_a_process_was_killed_and_corrects_the_status(tmp_path: Path) -> None:
     run = Spawned(tmp_path / "run")
     os.kill(run.ranks[0], signal.SIGKILL)
     code, status = run.end()
@@ -470,7 +530,7 @@ def test_nproc_ends_with_8_when_a_process_was_killed_and_corrects_the_status(tmp
 
 @pytest.mark.slow
 @fault(1)
-def test_a_process_of_nproc_that_is_killed_while_all_start_is_named_alone(tmp_path: Path) -> None:
+def test_only_the_process_of_nproc_that_was_killed_during_the_start_is_named(tmp_path: Path) -> None:
     command = [sys.executable, MAIN, *RUN, str(tmp_path), "--nproc", "2"]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     ranks: list[int] = []
@@ -478,17 +538,62 @@ def test_a_process_of_nproc_that_is_killed_while_all_start_is_named_alone(tmp_pa
         found = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         ranks = [int(pid) for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         time.sleep(0.05)
-    os.kill(max(ranks), signal.SIGKILL)  # the other will wait for it where they meet
+    os.kill(max(ranks), signal.SIGKILL)  # the other one waits for it in the rendezvous
     started = time.monotonic()
-    _, said = parent.communicate(timeout=60)
-    assert parent.returncode == 8, said
-    assert time.monotonic() - started < 25, "it need not wait as long as for processes that save"
-    assert "rank 1: its process" in said and "rank 0: its process" not in said
+    _, stderr = parent.communicate(timeout=60)
+    assert parent.returncode == 8, stderr
+    assert time.monotonic() - started < 25, "it must not wait as long as for processes that save"
+    assert "rank 1: its process" in stderr and "rank 0: its process" not in stderr
+
+
+@fault(12)
+@pytest.mark.skipif(platform.machine() not in EXIT_THREAD, reason="the number of the system call is not known")
+def test_a_launcher_whose_other_threads_still_exit_counts_as_gone(tmp_path: Path) -> None:
+    """The kernel signals the children when the main thread exits; getppid changes when the last thread has exited."""
+
+    def rank() -> None:
+        stop_signal.listen(os.getppid())
+        stop_signal.defer_to_step_end = True
+        (tmp_path / "ready").touch()
+        while stop_signal.reason is None:
+            time.sleep(0.05)
+        (tmp_path / "reason").write_text(f"{stop_signal.reason} {os.getppid()}")
+
+    def exit_last() -> None:
+        while not (tmp_path / "reason").exists():
+            time.sleep(0.05)
+        os._exit(0)
+
+    def launcher(rank_env: RankEnv) -> int:
+        multiprocessing.get_context("fork").Process(target=rank).start()
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        threading.Thread(target=exit_last).start()
+        return ctypes.CDLL(None).syscall(EXIT_THREAD[platform.machine()], 0)
+
+    launchers = Ranks(1, launcher)
+    assert launchers.wait(30) == [0]
+    assert (tmp_path / "reason").read_text() == f"{LAUNCHER_GONE} {launchers.pids[0]}"
+
+
+@fault(1)
+def test_a_process_that_does_not_handle_signals_yet_is_not_reported_as_killed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that still imports torch when --nproc asks it to stop, since another one was killed."""
+    monkeypatch.setattr(spawn, "STOP_AFTER_S", 0.1)
+    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    os.kill(processes[1].pid or 0, signal.SIGKILL)
+    killed_by_us = spawn._wait_for_all(processes)
+    assert spawn._exit_code(processes, SignalHandler(), killed_by_us) == 8
+    assert re.fullmatch(r"rank 1: its process \d+ was killed by SIGKILL.*\n", capfd.readouterr().err)
 
 
 @pytest.mark.slow
 @fault(9, 12)
-def test_processes_of_nproc_save_and_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_processes_of_nproc_save_and_exit_if_their_parent_is_killed(tmp_path: Path) -> None:
     run = Spawned(tmp_path / "run")
     run.parent.kill()
     code, status = run.end()
@@ -499,10 +604,10 @@ def test_processes_of_nproc_save_and_leave_when_their_parent_is_killed(tmp_path:
 
 @pytest.mark.slow
 @fault(9, 10)
-def test_ctrl_c_twice_ends_nproc_at_once_and_leaves_no_process(tmp_path: Path) -> None:
-    """The terminal sends it to the whole foreground group: the parent passes it on, once."""
+def test_ctrl_c_twice_ends_nproc_at_once_with_all_its_processes(tmp_path: Path) -> None:
+    """The terminal signals the whole foreground group; the parent forwards the signal once."""
     run = Spawned(tmp_path / "run")
-    os.kill(run.ranks[1], signal.SIGSTOP)  # it will never come to the end of its step
+    os.kill(run.ranks[1], signal.SIGSTOP)  # it never finishes its step
     os.killpg(run.parent.pid, signal.SIGINT)
     time.sleep(1.2)
     assert run.parent.poll() is None
@@ -510,7 +615,7 @@ def test_ctrl_c_twice_ends_nproc_at_once_and_leaves_no_process(tmp_path: Path) -
     code, _ = run.end(5)
     assert code == 128 + signal.SIGINT
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
-    assert "Traceback" not in run.log.read_text() and "left at once" in run.log.read_text()
+    assert "Traceback" not in run.log.read_text() and "quit immediately on a second signal" in run.log.read_text()
 
 
 @pytest.mark.slow
@@ -527,14 +632,14 @@ def test_a_signal_while_nproc_starts_its_processes_is_not_lost(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path: Path) -> None:
+def test_a_run_with_closed_output_trains_to_its_end(tmp_path: Path) -> None:
     main = f"{sys.executable} {MAIN!r} {' '.join(RUN)} {tmp_path}"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     closed = subprocess.run(f"exec {main}/closed >&- 2>&-", shell=True, env=environ)
     assert closed.returncode == 0
-    left = subprocess.run(f"{main}/left --log-every 1 2>{tmp_path}/errors | head -n 1", shell=True, env=environ)
-    assert left.returncode == 0 and (tmp_path / "errors").read_text() == ""
-    for run in ("closed", "left"):
+    broken = subprocess.run(f"{main}/broken --log-every 1 2>{tmp_path}/errors | head -n 1", shell=True, env=environ)
+    assert broken.returncode == 0 and (tmp_path / "errors").read_text() == ""
+    for run in ("closed", "broken"):
         assert json.loads((tmp_path / run / "status.json").read_text())["state"] == "done"
 
 
@@ -553,7 +658,7 @@ def test_ctrl_c_saves_once_and_sighup_under_nohup_does_nothing(tmp_path: Path) -
 @pytest.mark.slow
 @fault(9, 12)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
-def test_workers_save_and_leave_whatever_ends_torchrun(number: int, tmp_path: Path) -> None:
+def test_workers_save_and_exit_for_any_end_of_torchrun(number: int, tmp_path: Path) -> None:
     output = tmp_path / "run"
     options = ["--dataset", "synthetic", "--epochs", "500", "--output-dir", str(output)]
     torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", "2"]
@@ -572,11 +677,11 @@ def test_workers_save_and_leave_whatever_ends_torchrun(number: int, tmp_path: Pa
     run.wait(60)
     end = time.monotonic() + 20
     while left := [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(output).encode() in _read(path)]:
-        assert time.monotonic() < end, f"left over: {left}"
+        assert time.monotonic() < end, f"still running: {left}"
         time.sleep(0.1)
     status = json.loads((output / "status.json").read_text())
-    ending = ("stopped", 75) if number == signal.SIGTERM else ("failed", 8)  # USR1 kills torchrun
-    assert (status["state"], status["exit_code"]) == ending and status["saved"] == status["step"]
+    expected = ("stopped", 75) if number == signal.SIGTERM else ("failed", 8)  # USR1 kills torchrun
+    assert (status["state"], status["exit_code"]) == expected and status["saved"] == status["step"]
 
 
 def _read(path: Path) -> bytes:
@@ -588,21 +693,32 @@ def _read(path: Path) -> bytes:
 
 @pytest.mark.slow
 @fault(27)
-def test_ranks_with_different_code_are_told_which_file_differs(tmp_path: Path) -> None:
-    shutil.copytree(TEMPLATE, tmp_path / "copy", ignore=shutil.ignore_patterns("runs", "data", "__pycache__"))
-    with (tmp_path / "copy" / "model.py").open("a") as file:
+def test_ranks_with_different_code_learn_which_file_differs(tmp_path: Path) -> None:
+    copy = copy_template(tmp_path / "copy")
+    with (copy / "model.py").open("a") as file:
         file.write("# edited\n")
-    meet = ["--world-size", "2", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--timeout", "30"]
+    shared = ["--world-size", "2", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--timeout", "30"]
     runs = [
         subprocess.Popen(
-            [sys.executable, main, *RUN, str(tmp_path / "run"), "--rank", str(rank), *meet],
+            [sys.executable, main, *RUN, str(tmp_path / "run"), "--rank", str(rank), *shared],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, main in enumerate((MAIN, str(tmp_path / "copy" / "main.py")))
+        for rank, main in enumerate((MAIN, str(copy / "main.py")))
     ]
     outputs = [run.communicate(timeout=60)[0] for run in runs]
     assert [run.returncode for run in runs] == [3, 3]
-    assert "the file model.py is" in outputs[0] and "on the same code" in outputs[0]
+    assert "the file model.py is" in outputs[0] and "with the same options, code and data" in outputs[0]
+
+
+def test_launch_node_sh_names_the_interpreter_that_lacks_the_packages(template: Path, tmp_path: Path) -> None:
+    """The project was not installed, or its environment is not active."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    environment = {**os.environ, "PYTHON": str(python)}
+    done = subprocess.run([template / "launch_node.sh"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {python} has no package torch and psutil: run pip install -e . with it")
+    assert done.stderr.count("\n") == 1

@@ -1,7 +1,7 @@
 """launch_node.sh on one and on several machines: they meet, agree, start again, stop, and leave nothing behind.
 
 Machines are network namespaces; launcher, torchrun and signals are real. Where training itself is not the matter, a
-stub takes the place of main.py: it keeps the worker's side of the contract with ddp/launcher/round.py, without torch.
+stub replaces main.py: it keeps the worker's side of the file protocol of ddp/launcher/worker_group.py, without torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from template_copy import TEMPLATE, copy_template
 
 from faults import fault
 from machines import Machine, Program, machines
 
 pytestmark = pytest.mark.slow
-TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 STUB = """
 import json, os, pathlib, signal, time
 folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
@@ -62,8 +62,7 @@ FOR_EVER = "time.sleep(600)"
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
     """The project with a stub in the place of main.py; whatever of it a failed test has left running is killed."""
-    copy = tmp_path / "my project"
-    shutil.copytree(TEMPLATE, copy, ignore=shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache"))
+    copy = copy_template(tmp_path / "my project")
     (copy / "main.py").write_text(STUB)
     yield copy
     for pid in running(tmp_path):
@@ -179,14 +178,14 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
     two: list[Machine], project: Path
 ) -> None:
     """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
-    replace(project / "ddp" / "launcher" / "visit.py", "FOREIGN_S = 10.0", "FOREIGN_S = 2.0")
+    replace(project / "ddp" / "launcher" / "rendezvous_client.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
     serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); held, end = [], time.time() + 5\n"
     serve += "while (left := end - time.time()) > 0:\n s.settimeout(left)\n try: held.append(s.accept()[0])\n"
     serve += " except TimeoutError: pass"
     earlier = two[0].start(sys.executable, "-c", serve)
     earlier.until("up")
     visitor = node(two[1], 1, project)
-    visitor.until("waiting for node 0 at 10.77.0.1:29500 (up to 30 s; the port is open, and says nothing)")
+    visitor.until("waiting for node 0 at 10.77.0.1:29500 (up to 30 s; the port is open, but nothing responds)")
     earlier.wait()
     first = node(two[0], 0, project)
     assert [first.wait(), visitor.wait()] == [0, 0], first.output() + visitor.output()
@@ -194,7 +193,7 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
 
 @fault(25)
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
-    replace(project / "ddp" / "launcher" / "visit.py", "FOREIGN_S = 10.0", "FOREIGN_S = 2.0")
+    replace(project / "ddp" / "launcher" / "rendezvous_client.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
     serve = "import socket; s = socket.create_server(('', 29500)); print('up')\n"
     serve += "while True: s.accept()[0].sendall(b'SSH-2.0-OpenSSH\\r\\n')"
     two[0].start(sys.executable, "-c", serve).until("up")
@@ -215,13 +214,13 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], pro
 def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:
     for wrong in ("10.77.0.9", "8.8.8.8"):
         program = node(two[0], 0, project, MASTER_ADDR=wrong)
-        refused_alike([program], f"--master-addr {wrong} is no address of gpu1", "10.77.0.1", within=8)
+        refused_alike([program], f"--master-addr {wrong} is not an address of gpu1", "10.77.0.1", within=8)
 
 
 @fault(26)
 def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine], project: Path) -> None:
     program = node(two[1], 1, project, MASTER_ADDR="192.168.9.9")
-    refused_alike([program], "node 1 (gpu2) has no way to node 0 at 192.168.9.9:29500", "unreachable", within=5)
+    refused_alike([program], "node 1 (gpu2) has no route to node 0 at 192.168.9.9:29500", "unreachable", within=5)
 
 
 @fault(26)
@@ -244,14 +243,17 @@ def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], 
     assert [program.wait(15) for program in nodes] == [3, 3]
     assert "node 0: waiting for nodes 1, 3 at port 29500 (up to 4 s)" in nodes[0].output()
     last = nodes[0].output().splitlines()[-1]
-    assert "nodes 1, 3 of 4 did not come" in last and "here: node 0 (gpu1, 10.77.0.1), node 2 (gpu2, 10.77.0.2)" in last
+    assert "only 2 of 4 nodes joined at 10.77.0.1:29500 within 4 s: node 0 (gpu1, 10.77.0.1), node 2 (gpu2" in last
+    assert (
+        "node 2 (gpu2, 10.77.0.2); missing: nodes 1, 3. Run launch_node.sh there with --master-addr 10.77.0.1" in last
+    )
     assert nodes[1].output().splitlines()[-1] == last
 
 
 @fault(34)
 def test_one_of_two_machines_never_trains_alone(two: list[Machine], project: Path) -> None:
     program = node(two[0], 0, project, START_GRACE="1")
-    assert program.wait() == 3 and "node 1 of 2 did not come within 1 s" in program.output()
+    assert program.wait() == 3 and "only 1 of 2 nodes joined at 10.77.0.1:29500 within 1 s" in program.output()
     assert list(project.parent.glob("rounds-*")) == []
 
 
@@ -299,7 +301,7 @@ def test_other_code_is_refused_and_the_files_are_named(two: list[Machine], proje
 def test_one_node_rank_on_two_machines_is_refused_on_all(project: Path) -> None:
     with machines(3) as three:
         nodes = [node(machine, rank, project, NNODES="3") for machine, rank in zip(three, (0, 1, 1), strict=True)]
-        line = refused_alike(nodes, "--node-rank of its own, from 0 to 2")
+        line = refused_alike(nodes, "the same --node-rank: give each machine its own, from 0 to 2")
         assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
 
 
@@ -308,7 +310,7 @@ def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], proj
     first = node(two[0], 0, project)
     time.sleep(1)
     second = node(two[1], 0, project)
-    refused_alike([first, second], "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same number")
+    refused_alike([first, second], "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
 
 
 @fault(27)
@@ -352,7 +354,7 @@ def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
 
 
 def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
-    from ddp.launcher.network import addresses, interface_of
+    from ddp.core.network import addresses, interface_of
 
     assert interface_of("127.0.0.1") == interface_of("::ffff:127.0.0.1") == ("lo" if sys.platform == "linux" else "lo0")
     assert interface_of("203.0.113.9") is None
@@ -449,7 +451,7 @@ def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> N
     do = f"(pathlib.Path({str(out)!r}) / 'status.json').write_text(json.dumps(dict(state='running', step=5, "
     do += f"pid=os.getpid(), host={platform.node()!r}, message=''))); die()"
     launcher = alone(project, do, "--", "--output-dir", out)
-    assert launcher.wait() == 8 and "rank 0: its process" in launcher.output() and "SIGKILL" in launcher.output()
+    assert launcher.wait() == 8 and "rank 0: process " in launcher.output() and "SIGKILL" in launcher.output()
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 8, 5) and status["message"]
     assert [path.name for path in out.iterdir()] == ["status.json"]
@@ -469,7 +471,7 @@ def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list
 @fault(29)
 def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine], project: Path) -> None:
     """Node 1's worker is done, and its torchrun waits for node 0's; the network is gone."""
-    replace(project / "ddp" / "launcher" / "round.py", "BARRIER_S = 60.0", "BARRIER_S = 2.0")
+    replace(project / "ddp" / "launcher" / "worker_group.py", "_GRACE_S = 5.0, 60.0", "_GRACE_S = 5.0, 2.0")
     do = "time.sleep(600 if rank == 0 else 3)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     nodes[1].until("rank 1")
@@ -503,7 +505,7 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_the
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, to_all: bool) -> None:
     """torchrun's patience is 30 s; here it is 1 s. Slurm signals every process, and so torchrun, too."""
-    rounds = project / "ddp" / "launcher" / "round.py"
+    rounds = project / "ddp" / "launcher" / "worker_group.py"
     if not to_all:  # then torchrun must not know of it
         rounds.write_text(rounds.read_text().replace('"PET_SHUTDOWN_TIMEOUT": "600"', '"PET_SHUTDOWN_TIMEOUT": "1"'))
     launcher = alone(project, FOR_EVER, SAVING="4", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
@@ -536,7 +538,7 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
     launcher.signal(signal.SIGTERM)
     assert launcher.wait() == 128 + signal.SIGTERM, launcher.output()
     assert time.monotonic() - start < 3
-    assert "left at once, on a second signal (SIGTERM)" in launcher.output()
+    assert "quit immediately on a second signal (SIGTERM)" in launcher.output()
     assert_nothing_left(project)
 
 
@@ -575,7 +577,7 @@ def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(projec
     start = time.monotonic()
     launcher.signal(signal.SIGINT)
     assert launcher.wait() == 75 and time.monotonic() - start < 2
-    assert "stopped by a signal, before starting again" in launcher.output()
+    assert "stopped by SIGINT before the restart" in launcher.output()
 
 
 # ---- no orphans -----------------------------------------------------------------------------------------------------
@@ -601,7 +603,7 @@ def test_workers_that_do_not_notice_are_killed_before_the_next_round(project: Pa
     os.kill(torchrun_of(project), signal.SIGKILL)
     assert launcher.wait() == 0, launcher.output()
     assert "torchrun was killed (exit code 8); starting again" in launcher.output()
-    assert "have not ended within 2 s of torchrun: killing them" in launcher.output()
+    assert ": they still run 2 s after torchrun" in launcher.output()
     assert_nothing_left(project)
 
 
@@ -622,7 +624,7 @@ def test_nothing_survives_the_launcher(project: Path) -> None:
 @fault(32)
 def test_the_folder_that_one_stands_in_and_stale_variables_change_nothing(project: Path, tmp_path: Path) -> None:
     (tmp_path / "ddp" / "launcher").mkdir(parents=True)
-    for name in ("config.py", "ddp/__init__.py", "ddp/launcher/node.py", "main.py"):
+    for name in ("config.py", "ddp/__init__.py", "ddp/launcher/launch_node.py", "main.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong file')\n")
     variables = {"PET_NNODES": "7", "PET_MAX_RESTARTS": "5", "RANK": "3", "MASTER_PORT": "1", "WORLD_SIZE": "9"}
     variables |= {"STUB": str(tmp_path), "DO": "", "TMPDIR": str(_temporary(project))}

@@ -1,4 +1,4 @@
-"""A run that was killed and started again by the same command equals one that was not, bit for bit."""
+"""A run that is killed and resumed by the same command equals an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main
-from config import parse
-from ddp import checkpoint
-from ddp.compare import run_differences
-from ddp.fingerprint import code_of
-from ddp.launch import Placement, run_as_rank
-from ddp.state import broadcast_state, digest, random_state, set_random_state
+from config import Config
+from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint.compatibility import run_differences
+from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint.state import digest
+from ddp.core.errors import UsageError
+from ddp.core.source_hash import hash_source_files
+from ddp.data import images
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.seeds import random_state, set_random_state
+from ddp.distributed.tree import broadcast_tree
+from ddp.entrypoint.launch import run_as_rank
 from faults import fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
@@ -33,16 +40,16 @@ pytestmark = pytest.mark.slow
 
 
 def wait_for(path: Path, ranks: Ranks) -> None:
-    """Until `path` exists. Fails with the run's output if it does not come."""
+    """Wait until `path` exists. Fails with the run's output if it does not appear."""
     end = time.monotonic() + 60
     while not path.exists():
-        assert time.monotonic() < end, f"{path} never came:\n{ranks.output()}"
+        assert time.monotonic() < end, f"{path} did not appear:\n{ranks.output()}"
         time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 96 training and 10 test images, in JPEG."""
+    """A directory of 96 training and 10 test images in JPEG."""
     root = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
     for split, each in (("train", 48), ("test", 5)):
@@ -57,10 +64,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("source", ["memory", "folder"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_killed_run_resumes_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     source: str, workers: int, accumulation: int, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout, BatchNorm, augmentation, momentum, 2 processes; killed with -9 in the middle of the second epoch."""
+    """With dropout, BatchNorm, augmentation and momentum; 2 processes are killed with -9 in the middle of epoch 2."""
     import data
 
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "test": 10})
@@ -77,28 +84,28 @@ def test_killed_run_resumes_bit_for_bit(
     ranks.kill()
     assert ranks.wait() == [-9, -9]
     stopped_at = checkpoint.read(newest(tmp_path / "killed"))
-    assert stopped_at["epoch"] == 1 and 0 < stopped_at["position"] < 96, "it was not killed in mid-epoch"
+    assert stopped_at["epoch"] == 1 and 0 < stopped_at["samples_consumed"] < 96, "it was not killed in mid-epoch"
 
     monkeypatch.setattr(main, "build_model", build_awkward)
     output = train(2, *options, "--output-dir", tmp_path / "killed")
     assert f"at step {stopped_at['step']}" in output
     assert weights_and_momentum(tmp_path / "killed") == weights_and_momentum(tmp_path / "whole")
 
-    timeless = [
+    whole, killed = (
         [
             {name: line.get(name) for name in ("step", "split", "epoch", "loss", "accuracy", "lr")}
-            for line in lines(output)
+            for line in lines(output_dir)
         ]
-        for output in (tmp_path / "whole", tmp_path / "killed")
-    ]
-    assert timeless[0] == timeless[1], "each logged step once, with the same loss"
+        for output_dir in (tmp_path / "whole", tmp_path / "killed")
+    )
+    assert whole == killed, "each step must be logged once, with the same loss"
     events = EventAccumulator(str(tmp_path / "killed" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 3 * per_epoch + 1))
 
 
-def test_two_seeds_differ(small: None, tmp_path: Path) -> None:
-    """Else the tests of equality would prove nothing."""
+def test_two_seeds_give_different_weights(small: None, tmp_path: Path) -> None:
+    """Otherwise the tests of equality would prove nothing."""
     for seed in (0, 1):
         options = ["--dataset", "synthetic", "--epochs", 1, "--seed", seed, "--output-dir", tmp_path / str(seed)]
         train(1, *options)
@@ -106,16 +113,16 @@ def test_two_seeds_differ(small: None, tmp_path: Path) -> None:
 
 
 def indices_used(output: Path) -> list[int]:
-    """What every rank has written with `record_indices`."""
+    """The indices that all ranks have written with `record_indices`."""
     return [int(line) for path in sorted(output.glob("indices-*")) for line in path.read_text().split()]
 
 
 def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
-    """Let each process write down the indices of the samples it trains on, and make batches one by one."""
+    """Let each process write down the indices of the samples on which it trains, one batch at a time."""
     import data
 
-    monkeypatch.setattr(data, "PIXELS_AT_ONCE", 1)
-    prepare = data.Images.prepare
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 1)
+    prepare = images.ImagesInMemory.prepare
 
     def recording(self: Any, batch: Any) -> Any:
         if len(self) == data.SYNTHETIC_SIZES["train"]:
@@ -123,22 +130,22 @@ def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
                 file.write("".join(f"{index}\n" for index in batch[1].tolist()))
         return prepare(self, batch)
 
-    monkeypatch.setattr(data.Images, "prepare", recording)
+    monkeypatch.setattr(images.ImagesInMemory, "prepare", recording)
 
 
 @fault(20)
 def test_another_number_of_processes_uses_each_sample_once(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 2 processes to 3, then to 1: each index once; what fills no global batch at the end is dropped."""
+    """From 2 processes to 3, then to 1: each index once. Samples that do not fill the last global batch are dropped."""
     record_indices(monkeypatch, tmp_path)
     options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 7, "--output-dir", tmp_path / "run"]
     train(2, *options, "--max-steps", 11)
     output = train(3, *options, "--max-steps", 21)
-    assert "made by 2 processes, this run has 3" in output
+    assert "2 processes wrote this checkpoint, this run has 3" in output
     train(1, *options)
     used = indices_used(tmp_path)
-    assert len(used) == len(set(used)), "a sample was used twice"
+    assert len(used) == len(set(used)), "a sample is used twice"
     dropped = (640 - 11 * 2 * 7 - 10 * 3 * 7) % 7
     assert len(used) == 640 - dropped
 
@@ -147,13 +154,13 @@ def test_another_number_of_processes_uses_each_sample_once(
 def test_strict_resume_refuses_another_number_of_processes(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--strict-resume"]
     train(2, *options, "--max-steps", 2)
-    assert "the number of processes was 2, is 1" in train(1, *options, "--max-steps", 4, code=4)
+    assert "--strict-resume: the number of processes was 2, is 1" in train(1, *options, "--max-steps", 4, code=4)
     train(2, *options, "--max-steps", 4)
     assert newest(tmp_path).name == "step_00000004.pt"
 
 
 @fault(21)
-def test_other_options_are_refused_by_name_and_harmless_ones_are_not(small: None, tmp_path: Path) -> None:
+def test_changed_options_are_refused_by_name_unless_they_may_change(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 2)
     refused = train(1, *options, 4, "--lr", 0.5, "--seed", 3, code=4)
@@ -164,29 +171,34 @@ def test_other_options_are_refused_by_name_and_harmless_ones_are_not(small: None
 
 
 @fault(21)
-def test_files_that_were_edited_since_the_checkpoint_are_named(
+def test_files_edited_since_the_checkpoint_are_named(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An edit that keeps the shapes of the weights fits: another activation, say, on the old weights."""
+    """An edit that keeps the shapes of the weights loads without an error: another activation, for example."""
     options = ["--dataset", "synthetic", "--batch-size", 64, "--output-dir", tmp_path]
     assert "warning" not in train(2, *options, "--max-steps", 2)
     assert "edited since" not in train(2, *options, "--max-steps", 3)
-    edited = {**code_of(), "the file model.py": "another"}
-    monkeypatch.setattr("ddp.resume.code_of", lambda: edited)
-    assert ": model.py. What is new takes part in this evaluation\n" in train(1, *options, "--evaluate")
+    edited = {**hash_source_files(), "the file model.py": "another"}
+    monkeypatch.setattr("ddp.checkpoint.manager.hash_source_files", lambda: edited)
+    assert ": model.py. This evaluation uses the new code\n" in train(1, *options, "--evaluate")
     output = train(2, *options, "--max-steps", 4)
-    assert output.count("warning: edited since step_00000003.pt was written: model.py. ") == 1
-    assert "edited since" not in train(2, *options, "--max-steps", 5), "the newest checkpoint is of the edited file"
+    assert output.count("warning: edited since step_00000003.pt was written: model.py. This run uses the new code") == 1
+    assert "edited since" not in train(2, *options, "--max-steps", 5), "the edited file wrote the newest checkpoint"
 
 
-def test_an_option_that_is_newer_than_the_checkpoint_had_its_default() -> None:
-    then = {name: value for name, value in asdict(parse([])).items() if name != "clip_grad"}
-    content = {"config": then, "global_batch": 64, "samples": 100}
-    assert run_differences(parse([]), content, 64, 100) == []
-    assert run_differences(parse(["--clip-grad=2"]), content, 64, 100) == ["--clip-grad was None, is 2.0"]
+def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
+    then = {name: value for name, value in asdict(Config.parse([])).items() if name != "clip_grad"}
+    content = {"config": then, "global_batch": 64, "samples": 100, "classes": {"optimizer": "SGD"}}
+
+    def differences(*options: str) -> list[str]:
+        config = Config.parse(options)
+        return run_differences(config, {**content, "config": asdict(config)}, content)
+
+    assert differences() == []
+    assert differences("--clip-grad=2") == ["--clip-grad was None, is 2.0"]
 
 
-def test_another_model_is_refused_with_the_weights_that_differ(
+def test_another_model_is_refused_with_the_names_of_the_weights_that_differ(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
@@ -201,65 +213,74 @@ def test_another_model_is_refused_with_the_weights_that_differ(
     monkeypatch.setattr(main, "build_model", edited)
     output = train(2, *options, 4, code=4)
     assert "fc1.weight was [120, 400], is [100, 400]" in output
-    assert output.count("error:") == 1, "every rank fails, one speaks"
+    assert output.count("error:") == 1, "every rank fails, one prints the error"
 
 
 @fault(22)
 def test_only_rank_0_needs_the_checkpoint(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a shared file system the other ranks have none; momentum must be right on them too."""
-    from ddp.folder import Folder
-
+    """Without a shared file system, the other ranks have no checkpoint; their momentum must be correct as well."""
     options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 16, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     train(2, *options, tmp_path / "split", "--max-steps", 7)
-    owner = os.getpid()
-    find = Folder.find
+    find = CheckpointDirectory.find
 
-    def find_on_rank_0(self: Folder, config: Any) -> Any:
-        assert ranks_seen.exists() is False, "another rank has looked for checkpoints too"
-        ranks_seen.write_text(str(owner))
-        return find(self, config)
+    def find_once(self: CheckpointDirectory, resume: str, evaluate: bool) -> Any:
+        assert not marker.exists(), "a second rank searched for checkpoints"
+        marker.touch()
+        return find(self, resume, evaluate)
 
-    ranks_seen = tmp_path / "looked"
-    monkeypatch.setattr(Folder, "find", find_on_rank_0)
+    marker = tmp_path / "searched"
+    monkeypatch.setattr(CheckpointDirectory, "find", find_once)
     train(2, *options, tmp_path / "split")
     assert weights_and_momentum(tmp_path / "split") == weights_and_momentum(tmp_path / "whole")
 
 
-def test_resume_path_starts_a_new_folder_and_survives_the_same_command_again(small: None, tmp_path: Path) -> None:
+def test_resume_path_starts_a_new_directory_and_the_command_can_be_repeated(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--epochs", 1]
     train(1, *options, "--output-dir", tmp_path / "first", "--max-steps", 3)
     again = [*options, "--output-dir", tmp_path / "second", "--resume", newest(tmp_path / "first")]
     assert "at step 3" in train(1, *again, "--max-steps", 5)
-    assert "at step 5" in train(1, *again), "its own checkpoint is newer than the one that it started from"
+    assert "at step 5" in train(1, *again), "its own checkpoint is newer than the one it started from"
     train(1, *options, "--output-dir", tmp_path / "whole")
     assert weights_and_momentum(tmp_path / "second") == weights_and_momentum(tmp_path / "whole")
     refused = train(1, *options, "--output-dir", tmp_path / "whole", "--resume", newest(tmp_path / "first"), code=4)
     assert "did not start from it" in refused
 
 
-def test_a_finished_runs_checkpoint_in_a_new_folder_names_no_files_that_are_not_there(
+def test_resume_refuses_a_directory_unless_it_is_named_auto_or_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("auto", "never", "checkpoints"):
+        (tmp_path / name).mkdir()
+    assert Config.parse([]).resume == "auto" and Config.parse(["--resume", "never"]).resume == "never"
+    for path in ("checkpoints", ""):
+        with pytest.raises(UsageError, match=f"--resume: '{path}' is not auto, never or the path of a checkpoint file"):
+            Config.parse(["--resume", path])
+
+
+def test_a_finished_runs_checkpoint_in_a_new_directory_names_no_files_that_do_not_exist(
     small: None, tmp_path: Path
 ) -> None:
     options = ["--dataset", "synthetic", "--batch-size", 64, "--epochs", 1, "--output-dir"]
     train(1, *options, tmp_path / "done")
     output = train(1, *options, tmp_path / "new", "--resume", tmp_path / "done" / "best.pt")
-    assert "at step 10, the end of epoch 1" in output and "all is done already" in output
-    assert "best" not in output.split("all is done already")[1] and "curves" not in output
+    assert "at step 10, the end of epoch 1" in output and "already done" in output
+    assert "best" not in output.split("already done")[1] and "curves" not in output
 
 
-def test_a_finished_run_says_so_and_changes_nothing(small: None, tmp_path: Path) -> None:
+def test_a_finished_run_reports_it_and_changes_nothing(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--epochs", 1, "--output-dir", tmp_path]
     train(1, *options)
     before = {path: path.read_bytes() for path in (newest(tmp_path), tmp_path / "best.pt", tmp_path / "metrics.jsonl")}
-    assert "all is done already" in train(1, *options)
+    assert "already done; to train longer" in train(1, *options)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_with_deterministic_three_processes_resume_bit_for_bit_too(
+def test_with_deterministic_three_processes_resume_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
-    """Without it, DDP's second order of its buckets lets three ranks add up in another order than before the kill."""
+    """Without it, DDP reorders its buckets, and three ranks add gradients in another order than before the kill."""
     monkeypatch.setattr(main, "build_model", build_awkward)
     options = ["--dataset", "synthetic", "--batch-size", 8, "--epochs", 1, "--deterministic", "--output-dir"]
     train(3, *options, tmp_path / "whole")
@@ -270,7 +291,7 @@ def test_with_deterministic_three_processes_resume_bit_for_bit_too(
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Samples with random transforms by all three generators, as a user may write it."""
+    """Samples with random transforms that use all three generators, as a user may write them."""
 
     classes = ("a", "b")
 
@@ -283,7 +304,7 @@ class Noisy(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_random_transforms_in_a_dataset_resume_exactly_whatever_the_workers(
+def test_random_transforms_in_a_dataset_resume_exactly_for_any_number_of_workers(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "load_datasets", lambda config: (Noisy(), Noisy()))
@@ -296,17 +317,17 @@ def test_random_transforms_in_a_dataset_resume_exactly_whatever_the_workers(
     assert lines(tmp_path / "stopped")[-1]["loss"] == lines(tmp_path / "whole")[-1]["loss"]
 
 
-def test_ranks_started_with_different_options_are_told(small: None, tmp_path: Path) -> None:
-    def target(placement: Placement) -> int:
-        options = ["--dataset", "synthetic", "--output-dir", str(tmp_path), "--lr", f"0.0{placement.rank + 1}"]
-        return run_as_rank(main.main, parse(options), placement)
+def test_ranks_with_different_options_are_refused(small: None, tmp_path: Path) -> None:
+    def target(rank_env: RankEnv) -> int:
+        options = ["--dataset", "synthetic", "--output-dir", str(tmp_path), "--lr", f"0.0{rank_env.rank + 1}"]
+        return run_as_rank(main.main, Config.parse(options), rank_env)
 
     ranks = Ranks(2, target)
     assert ranks.wait() == [3, 3]
     assert "--lr is 0.01 on rank 0 and 0.02 on rank 1" in ranks.output() and ranks.output().count("error:") == 1
 
 
-def test_a_refused_command_leaves_the_records_of_the_run_alone(small: None, tmp_path: Path) -> None:
+def test_a_refused_command_does_not_change_the_files_of_the_run(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--epochs", 1, "--output-dir", tmp_path]
     train(1, *options)
     before = {name: (tmp_path / name).read_text() for name in ("status.json", "config.json", "metrics.jsonl")}
@@ -314,7 +335,7 @@ def test_a_refused_command_leaves_the_records_of_the_run_alone(small: None, tmp_
     assert {name: (tmp_path / name).read_text() for name in before} == before
 
 
-def test_status_says_running_from_the_first_step_on(
+def test_status_json_has_the_state_running_from_the_start(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "build_model", build_slow_awkward)
@@ -325,7 +346,7 @@ def test_status_says_running_from_the_first_step_on(
     ranks.wait()
 
 
-def test_an_evaluation_is_logged_once_where_an_epoch_has_no_step_left(small: None, tmp_path: Path) -> None:
+def test_an_evaluation_is_logged_once_if_the_epoch_has_no_step_left(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--batch-size", 100, "--epochs", 2, "--output-dir", tmp_path]
     train(2, *options, "--max-steps", 2)
     train(3, *options)
@@ -333,7 +354,7 @@ def test_an_evaluation_is_logged_once_where_an_epoch_has_no_step_left(small: Non
     assert tests == [2, 4]
 
 
-def test_best_pt_comes_into_a_folder_that_starts_from_another_runs_checkpoint(small: None, tmp_path: Path) -> None:
+def test_a_run_that_starts_from_another_runs_checkpoint_writes_best_pt(small: None, tmp_path: Path) -> None:
     train(1, "--dataset", "synthetic", "--epochs", 2, "--output-dir", tmp_path / "first")
     source = newest(tmp_path / "first")
     again = ["--dataset", "synthetic", "--epochs", 3, "--output-dir", tmp_path / "second", "--resume"]
@@ -341,19 +362,19 @@ def test_best_pt_comes_into_a_folder_that_starts_from_another_runs_checkpoint(sm
     assert (tmp_path / "second" / "best.pt").exists()
     train(1, *again, f"{source.parent}/../checkpoints/{source.name}")  # the same file by another path
     source.unlink()
-    train(1, *again, source)  # it is not needed any more
+    train(1, *again, source)  # it is no longer needed
 
 
-def test_numpy_numbers_among_the_scores_are_kept_as_plain_ones(
+def test_numpy_numbers_in_the_metrics_are_saved_as_plain_numbers(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "figure_of_merit", lambda scores: numpy.float64(scores["accuracy"]))
+    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: numpy.float64(metrics["accuracy"]))
     options = ["--dataset", "synthetic", "--output-dir", tmp_path]
     train(1, *options, "--epochs", 1)
-    assert "going on from" in train(1, *options, "--epochs", 2)
+    assert "resuming from" in train(1, *options, "--epochs", 2)
 
 
-def test_state_that_could_not_be_loaded_again_is_refused_at_the_first_save(
+def test_state_that_cannot_be_loaded_is_refused_at_the_first_save(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main.Schedule, "state_dict", lambda self: {"lr": numpy.float32(1)})
@@ -361,42 +382,33 @@ def test_state_that_could_not_be_loaded_again_is_refused_at_the_first_save(
     assert "state['schedule']['lr'] is of <class 'numpy.float32'>" in output
 
 
-def test_what_a_state_dict_says_of_versions_reaches_every_rank() -> None:
-    """mnasnet, for one, does not load without it."""
+def test_the_module_versions_in_a_state_dict_reach_every_rank() -> None:
+    """Some models, such as mnasnet, do not load without them."""
 
-    def on_rank(group: Any) -> str:
-        state = torch.nn.BatchNorm2d(3).state_dict() if group.rank == 0 else None
-        received = broadcast_state(state, group)
+    def on_rank(ctx: DistContext) -> str:
+        state = torch.nn.BatchNorm2d(3).state_dict() if ctx.rank == 0 else None
+        received = broadcast_tree(state, ctx)
         return f"{type(received).__name__} {received._metadata['']['version']}"
 
     assert on_ranks(2, on_rank) == ["OrderedDict 2"] * 2
 
 
-def test_models_that_compute_while_they_are_built_train_and_resume(
+def test_models_that_compute_while_they_are_built_can_train_and_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import data
 
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 16, "test": 4})
-    options = [
-        "--dataset",
-        "synthetic",
-        "--model",
-        "regnet_y_400mf",
-        "--batch-size",
-        4,
-        "--output-dir",
-        tmp_path,
-        "--max-steps",
-    ]
+    options: list[Any] = ["--dataset", "synthetic", "--model", "regnet_y_400mf", "--batch-size", 4]
+    options += ["--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)
     train(1, *options, 2)
 
 
-def test_groups_of_parameters_keep_learning_rates_of_their_own() -> None:
+def test_parameter_groups_keep_their_own_learning_rates() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": weights[:1], "lr": 0.003}, {"params": weights[1:]}]
-    schedule = main.Schedule(torch.optim.SGD(groups, lr=0.03), parse(["--lr", "0.03"]), 64)
+    schedule = main.Schedule(torch.optim.SGD(groups, lr=0.03), Config.parse(["--lr", "0.03"]), 64)
     schedule.set(0.5)
     assert [group["lr"] for group in schedule.optimizer.param_groups] == pytest.approx([0.0015, 0.015])
 
@@ -408,8 +420,8 @@ def test_python_and_numpy_draw_differently_on_each_rank(small: None, tmp_path: P
         assert digest(first[name]) != digest(second[name]), name
 
 
-def test_generators_draw_again_what_they_drew_after_a_trip_through_a_checkpoint(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # from now on it has a second one in store; so has the next
+def test_generators_restored_from_a_checkpoint_draw_the_same_numbers(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # both generators draw two numbers and keep the second one for the next call
     numpy.random.randn()
     drawn = []
     checkpoint.write(tmp_path / "a.pt", {"format": checkpoint.FORMAT, "random": random_state(torch.device("cpu"))})
@@ -430,9 +442,10 @@ def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: 
     assert "the optimizer was SGD, is AdamW" in train(1, *options, 2, code=4)
 
 
-def test_of_many_differences_the_options_come_first_and_the_list_is_short(small: None, tmp_path: Path) -> None:
+def test_a_list_of_many_differences_is_short_and_begins_with_the_options(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)
     output = train(1, *options, 2, "--model", "resnet18", code=4)
-    assert "does not fit: --model was ToyModel, is resnet18; " in output
-    assert re.search(r"; and \d+ more\. For a new run", output) and output.count("is not in the checkpoint") < 6
+    assert re.search(r"cannot resume from \S+: --model was ToyModel, is resnet18; ", output)
+    assert re.search(r"; and \d+ more\. Restore these settings", output)
+    assert output.count("is not in the checkpoint") < 6

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 from outputs import lines, weights_and_momentum
+from template_copy import TEMPLATE, copy_template
 
 from faults import fault
 from slurm import Job, Slurm, slurm
-from test_nodes import TEMPLATE, running
+from test_nodes import running
 
 SCRIPT = "launch/slurm.sbatch"
 STUB = """
@@ -85,8 +86,7 @@ def submit(cluster: Slurm, stub: Path, limited: Job) -> Iterator[Submit]:
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
     """The real project; whatever of it a failed test has left running is killed."""
-    copy = tmp_path / "my project"
-    shutil.copytree(TEMPLATE, copy, ignore=shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache"))
+    copy = copy_template(tmp_path / "my project")
     yield copy
     for pid in running(tmp_path):
         with suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ def test_the_script_says_how_it_is_used() -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: no Slurm job") and done.stderr.count("\n") == 1
 
 
-# ---- stopping, and going back into the queue ------------------------------------------------------------------------
+# ---- stopping and requeueing ----------------------------------------------------------------------------------------
 
 
 def stopped_once(job: Job, name: str) -> bool:
@@ -238,7 +238,7 @@ def test_a_job_that_is_preempted_saves_and_comes_again_once(submit: Submit) -> N
     for job in (gentle, hasty):
         job.comes_back()
         job.says("has saved", 2)
-        assert "error: that failed" not in job.output()
+        assert "error: requeueing failed" not in job.output()
     other.ends("COMPLETED")
     gentle.start_again()
     gentle.says("in turn 1 has [", 2)
@@ -287,7 +287,7 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
     job.start_again()
     job.ends("COMPLETED", timeout=120)
     assert job.output().count("2 processes (torchrun) on cpu") == 2, job.output()
-    for said in ("a new run, in out", "going on from out/", "done in"):
+    for said in ("a new run, in out", "resuming from out/", "done in"):
         assert job.output().count(said) == 1, job.output()
     whole = cluster.srun(project, "--nodes=1", "--ntasks=2", PYTHON, "main.py", *QUICK, "--output-dir", "whole")
     assert whole.wait(120) == 0, whole.output()
@@ -299,8 +299,9 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
 def test_srun_alone_gives_each_process_its_place_and_the_address_of_the_first_node(
     cluster: Slurm, project: Path
 ) -> None:
-    print_it = "import os; from config import parse; from ddp.launch import find_placement\n"
-    print_it += "print(*vars(find_placement(parse([]), os.environ)).values(), flush=True)"
+    print_it = "import os; from config import Config; from ddp.distributed.rank_env import find_rank_env\n"
+    print_it += "env = find_rank_env(Config.parse([]), os.environ); init = env.init_method\n"
+    print_it += "print(env.rank, env.world_size, env.local_rank, init, env.launcher.value, flush=True)"
     for nodes, host, local_rank in ((2, "node1", "0"), (1, "127.0.0.1", "1")):
         program = cluster.srun(project, f"--nodes={nodes}", "--ntasks=2", PYTHON, "-c", print_it)
         assert program.wait() == 0, program.output()
@@ -333,7 +334,7 @@ def test_before_the_time_limit_all_save_and_the_job_comes_again(limited: Job) ->
     """Although one node needs longer than the other."""
     limited.comes_back()
     assert stopped_once(limited, "SIGUSR1"), limited.output()
-    assert "exit code 75: going back into the queue" in limited.output()
+    assert "exit code 75: requeueing the job" in limited.output()
     limited.start_again()
     assert limited.ends("COMPLETED")["Restarts"] == "1"
     assert limited.output().count("has [") == 4, "both turns are in one file"
@@ -347,6 +348,6 @@ def test_a_job_that_lost_a_node_comes_again(cluster: Slurm, submit: Submit) -> N
     cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     try:
         job.comes_back()
-        assert "error: that failed" not in job.output()
+        assert "error: requeueing failed" not in job.output()
     finally:
         cluster.run("scontrol", "update", "NodeName=node2", "State=IDLE")

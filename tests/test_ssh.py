@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from template_copy import TEMPLATE, copy_template
 
 from machines import Program, machines
 from sshd import Network, reachable
-from test_nodes import FOR_EVER, STUB, TEMPLATE
+from test_nodes import FOR_EVER, STUB
 
 RUN = "echo started; while :; do sleep 0.05; done"
 SLOW_TO_STOP = f"trap '' PIPE; trap 'echo told; sleep 0.3; echo saved; exit 75' TERM; {RUN}"
@@ -51,9 +52,7 @@ def net(both: Network) -> Iterator[Network]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The project, at a path that needs quoting."""
-    copy = tmp_path / 'one\'s "own" project'
-    shutil.copytree(TEMPLATE, copy, ignore=shutil.ignore_patterns("runs", "data", "__pycache__", ".*_cache", ".venv"))
-    return copy
+    return copy_template(tmp_path / 'one\'s "own" project')
 
 
 def stub(project: Path, do: str, **environ: str) -> None:
@@ -109,16 +108,16 @@ def until_nothing_runs(net: Network, timeout: float = 60) -> None:
         (["gpu1 slots=8", "gpu2 slots=4"], [], "hosts, line 2: slots=4, but slots=8 in HOSTS, line 1"),
         (["gpu1 slots=8", "", "gpu2"], [], "hosts, line 3: no slots=, but slots=8 in HOSTS, line 1"),
         (["# one", "gpu1 slots=8"], ["--nproc-per-node", 4], "hosts, line 2: slots=8, but --nproc-per-node is 4"),
-        (["gpu1", "me@gpu2", "gpu2"], [], "hosts, line 3: gpu2 is there already (HOSTS, line 2)"),
+        (["gpu1", "me@gpu2", "gpu2"], [], "hosts, line 3: gpu2 is already in HOSTS, line 2"),
         (["gpu1 slots=0"], [], "hosts, line 1: 'gpu1 slots=0' is neither HOST nor HOST slots=N"),
         (["gpu1 gpu2"], [], "hosts, line 1: 'gpu1 gpu2' is neither HOST nor HOST slots=N"),
         (["-oProxyCommand=reboot"], [], "is neither HOST nor HOST slots=N"),
-        (["# gpu1"], [], "hosts: there is no host in it"),
-        (["localhost", "gpu2"], [], "hosts, line 1: to the others, localhost is not this host"),
+        (["# gpu1"], [], "hosts: contains no host"),
+        (["localhost", "gpu2"], [], "hosts, line 1: on the other hosts, localhost is not this host"),
         (["gpu1"], ["--nnodes", 2], "--nnodes and --node-rank follow from the lines of HOSTS"),
         (["gpu1"], ["--node_rank=0"], "--nnodes and --node-rank follow from the lines of HOSTS"),
-        (["gpu1"], ["--master-port", "x"], "--master-port: 'x' is not a whole number from 1 to 65535"),
-        (["gpu1"], ["--epochs", 3], "unrecognized arguments: --epochs 3; options of main.py go behind --"),
+        (["gpu1"], ["--master-port", "x"], "--master-port: 'x' must be an integer >= 1 and <= 65535"),
+        (["gpu1"], ["--epochs", 3], "unrecognized arguments: --epochs 3; put options of main.py after --"),
         (["gpu1"], ["--", "--epoch", 3], "--epoch"),
         (["gpu1"], ["--", "--nproc", 3], "--nproc: the launcher starts the processes"),
     ],
@@ -178,7 +177,7 @@ def test_a_host_out_of_reach_is_named_and_none_is_started(net: Network, project:
     *before, last = program.output().splitlines()
     assert says in "\n".join(before) and "started" not in program.output()
     name = host.removeprefix("nobody@")
-    assert last.startswith(f"error: {project.parent}/hosts, line 3: {name}: ssh does not get there: 'ssh {host} true'")
+    assert last.startswith(f"error: {project.parent}/hosts, line 3: {name}: ssh cannot connect: 'ssh {host} true'")
 
 
 @pytest.mark.slow
@@ -214,15 +213,16 @@ def test_a_signal_while_a_host_does_not_answer_ends_it_at_once(net: Network, pro
 @pytest.mark.slow
 def test_hosts_are_given_their_options_and_the_variables_that_matter(net: Network, project: Path) -> None:
     show = 'printf \'%s\\n\' "$(hostname)" "$PWD" "$@" "$NCCL_DEBUG" "$GLOO_X" "$TORCH_LOGS" "$OMP_NUM_THREADS" '
-    pretend(project, show + '"$START_GRACE" "$PYTHON" "${OTHER-}" "$(cat)"')
+    pretend(project, show + '"$PYTHON" "${OTHER-}" "$(cat)"')
     main = ["--", "--output-dir", "it's  $HOME\n*"]
     variables = {"NCCL_DEBUG": "a 'b'", "GLOO_X": '"', "TORCH_LOGS": "$(id)", "OTHER": "1", "MAX_RESTARTS": "7"}
     program = start(net, project, "--check", *main, lines=("gpu1 slots=2", "root@gpu2  slots=2"), **variables)
     assert program.wait() == 0, program.output()
     for rank, name in enumerate(("gpu1", "gpu2")):
-        options = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=10.77.0.1", "--max-restarts=7", "--check"]
+        options = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=10.77.0.1", "--max-restarts=7"]
+        options += ["--start-grace=60", "--check"]
         said = [name, str(project), *options, f"--node-rank={rank}", *"\n".join(main).split("\n")]
-        said += ["a 'b'", '"', "$(id)", "1", "60", sys.executable, "", ""]
+        said += ["a 'b'", '"', "$(id)", "1", sys.executable, "", ""]
         lines = [line for line in program.output().splitlines() if line.startswith(name)]
         assert lines == [f"{name} | {line}" for line in said]
     program = start(net, project, "--master-addr", "10.0.0.9", "--master_port=1234", "--nproc-per-node=4")
@@ -264,14 +264,14 @@ def test_two_hosts_meet_and_end_with_0(net: Network, project: Path) -> None:
 def test_when_one_fails_the_others_stop_and_its_code_is_the_exit_code(net: Network, project: Path) -> None:
     stub(project, f"if rank == 1: time.sleep(1); end(6)\n{FOR_EVER}")
     program = start(net, project)
-    program.until("error: gpu2: launch_node.sh has ended with 6; stopping the others\n")
-    assert program.wait(20) == 6, program.output()  # not after GRACE_S
+    program.until("error: gpu2: launch_node.sh exited with 6; stopping the other hosts\n")
+    assert program.wait(20) == 6, program.output()  # not after SAVE_GRACE_S
     assert "gpu1 | rank 0 got SIGTERM\ngpu1 | rank 0 has saved\n" in program.output()
 
 
 @pytest.mark.slow
 def test_who_does_not_stop_in_time_is_ended(net: Network, project: Path) -> None:
-    patch(project, ("GRACE_S = 30.0", "GRACE_S = 0.5"), ('(2.0, "TERM"), (10.0, "KILL")', '(0.5, "KILL")'))
+    patch(project, ("SAVE_GRACE_S = 30.0", "SAVE_GRACE_S = 0.5"), ('(2.0, "TERM"), (10.0, "KILL")', '(0.5, "KILL")'))
     pretend(project, f"if [ $node = 0 ]; then {DEAF}; fi; sleep 0.5; exit 7")
     program = start(net, project)
     assert program.wait(20) == 7, program.output()
@@ -329,7 +329,7 @@ def test_a_second_signal_ends_all_at_once(net: Network, project: Path) -> None:
     time.sleep(1.2)
     program.signal(signal.SIGINT)
     assert program.wait(20) == 130, program.output()
-    assert program.output().endswith("left at once, on a second signal (SIGINT)\n")
+    assert program.output().endswith("quit immediately on a second signal (SIGINT)\n")
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_a_connection_that_breaks_stops_that_host_and_the_others(net: Network, p
     session = Path(f"/proc/{shell}/stat").read_text().rpartition(")")[2].split()[1]
     os.kill(int(session), signal.SIGKILL)  # sshd's process for this connection
     assert program.wait() == 8, program.output()
-    assert "error: gpu2: the connection was lost; stopping the others\n" in program.output()
+    assert "error: gpu2: the connection was lost; stopping the other hosts\n" in program.output()
     until_nothing_runs(net)
     assert [(project / f"launch_node.sh.{node}").read_text() for node in (0, 1)] == ["saved\n", "saved\n"]
 
@@ -367,7 +367,7 @@ def test_a_launcher_that_is_killed_counts_as_a_lost_process(net: Network, projec
     pretend(project, f"[ $node = 0 ] || kill -9 $$; {SLOW_TO_STOP}")
     program = start(net, project)
     assert program.wait() == 8, program.output()
-    assert "error: gpu2: launch_node.sh has ended with 137; stopping the others\n" in program.output()
+    assert "error: gpu2: launch_node.sh exited with 137; stopping the other hosts\n" in program.output()
 
 
 # ---- with real training ---------------------------------------------------------------------------------------------
@@ -388,5 +388,5 @@ def test_when_ssh_sh_is_killed_the_run_saves_and_the_same_command_goes_on(net: N
     assert (status["state"], status["exit_code"]) == ("stopped", 75) and status["saved"] == status["step"] > 0
     program = start(net, project, "--nproc-per-node=1", *options, status["step"] + 5)
     assert program.wait(120) == 0, program.output()
-    assert f"gpu1 | going on from {out}" in program.output() and "2 processes" in program.output()
+    assert f"gpu1 | resuming from {out}" in program.output() and "2 processes" in program.output()
     assert json.loads((out / "status.json").read_text())["state"] == "done"

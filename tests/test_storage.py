@@ -1,4 +1,4 @@
-"""Checkpoints on disks that fail: flipped, torn, full, read-only, shared; and written while the training goes on."""
+"""Checkpoints on disks that fail: flipped bytes, torn writes, full, read-only, shared; and writes during training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from PIL import Image
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.tensorboard import SummaryWriter
 
+import ddp.training.run
 import main
-from config import parse
-from ddp import checkpoint
-from ddp.folder import Folder
+from config import Config
+from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.training.output_dir import OutputDir
 from faults import fault
 from processes import Ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
@@ -38,7 +40,7 @@ SYNTHETIC = ["--dataset", "synthetic"]
 
 @pytest.fixture(autouse=True)
 def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a thread prints as it fails is heard: pytest's hooks, which a forked rank inherits, would keep it."""
+    """Let failing threads print as usual: a forked rank inherits pytest's hooks, which would hide that."""
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
 
@@ -62,7 +64,7 @@ def logged(output: Path) -> list[dict[str, Any]]:
 
 
 def the_error(ranks: Ranks) -> str:
-    """The one line that says what went wrong. Fails if there are others, a traceback, or noise of a thread."""
+    """The one line that reports the error. Fails if there are more, or a traceback, or output of a failing thread."""
     output = ranks.output()
     (line,) = [line for line in output.splitlines() if "error: " in line]
     for noise in ("Traceback", "Exception", "Errno", "Thread"):
@@ -71,10 +73,10 @@ def the_error(ranks: Ranks) -> str:
 
 
 def until(condition: Callable[[], Any], ranks: Ranks, timeout: float = 60) -> None:
-    """Wait until `condition` holds. Fails with the run's output if it never does."""
+    """Wait until `condition` holds. Fails with the run's output if it does not."""
     end = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < end, f"it never came:\n{ranks.output()}"
+        assert time.monotonic() < end, f"not within {timeout:g} s:\n{ranks.output()}"
         time.sleep(0.005)
 
 
@@ -87,7 +89,7 @@ def read_lines(path: Path) -> list[str]:
 
 @contextmanager
 def mounted(path: Path) -> Iterator[None]:
-    """Whatever the block mounts at `path` is gone after it. Skips the test where nothing can be mounted."""
+    """Unmount what the block mounts at `path`. Skips the test without the right to mount."""
     require_root()
     try:
         yield
@@ -109,13 +111,13 @@ def mount(*arguments: Any) -> None:
 
 
 def make_read_only(path: Path) -> None:
-    """For everyone, root too: what is opened below `path` from now on cannot be written."""
+    """For root as well: no file below `path` can be opened for writing from now on."""
     mount("--bind", path, path)
     mount("-o", "remount,ro,bind", path)
 
 
 def fill(folder: Path) -> Path:
-    """Take all the room that is left on the disk of `folder`."""
+    """Fill the disk of `folder`."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -149,7 +151,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flips(size: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` times a place, spread over `size` bytes, and what to xor the byte there with: each value in its turn."""
+    """`count` places, spread over `size` bytes, and the value to xor each byte with: every value in turn."""
     generator = random.Random(0)
     values = [1 + number % 255 for number in range(count)]
     generator.shuffle(values)
@@ -167,26 +169,24 @@ def flipped(path: Path, place: int, value: int) -> Iterator[None]:
 
 
 @fault(4)
-def test_a_thousand_flipped_bytes_are_a_thousand_noticed(trained: Path, tmp_path: Path) -> None:
+def test_each_of_a_thousand_flipped_bytes_is_detected(trained: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(checkpoints(trained)[-1], tmp_path))
-    noticed, places = 0, set()
+    detected, places = 0, set()
     for place, value in flips(path.stat().st_size, 1000):
         with flipped(path, place, value):
             try:
                 checkpoint.verify(path)
-            except checkpoint.BadCheckpoint:
-                noticed += 1
+            except checkpoint.InvalidCheckpoint:
+                detected += 1
         places.add(place)
-    checkpoint.verify(path)  # all was put back
-    assert (noticed, len(places)) == (1000, 1000)
+    checkpoint.verify(path)  # every byte was restored
+    assert (detected, len(places)) == (1000, 1000)
 
 
 @pytest.mark.slow
 @fault(3, 4)
-def test_a_run_falls_back_wherever_its_newest_checkpoint_was_flipped(
-    trained: Path, small: None, tmp_path: Path
-) -> None:
-    """And then equals a run that nothing has happened to."""
+def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(trained: Path, small: None, tmp_path: Path) -> None:
+    """It then equals an uninterrupted run."""
     options = [*SYNTHETIC, "--max-steps", 7, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     expected = weights_and_momentum(checkpoints(tmp_path / "whole")[-1])
@@ -200,34 +200,38 @@ def test_a_run_falls_back_wherever_its_newest_checkpoint_was_flipped(
         shutil.rmtree(output)
 
 
-# ---- killed while it writes -----------------------------------------------------------------------------------------
+# ---- killed during a write -------------------------------------------------------------------------------------------
 
 KILLS = 50
-STATE = 1 << 20  # numbers in the state that is written over and over: 4 MB
+STATE = 1 << 20  # numbers in the state that is written repeatedly: 4 MB
 
 
-def save_for_ever(config: Any, first: int, report: int) -> None:
-    """In a child process: save step after step, every third as the best, and say so in the pipe `report`."""
-    folder = Folder(config)
-    folder.open(config)
-    folder.find(config)
+def directory_of(config: Config) -> CheckpointDirectory:
+    return CheckpointDirectory(Path(config.output_dir), config.keep_checkpoints)
+
+
+def save_repeatedly(config: Config, first: int, report: int) -> None:
+    """In a child process: save step after step, every third as the best, and report each in the pipe `report`."""
+    output_dir, directory = OutputDir(config), directory_of(config)
+    output_dir.open()
+    directory.find(config.resume, config.evaluate)
     step = first
     os.write(report, b"0\n")
     while True:
         content = {"format": checkpoint.FORMAT, "step": step, "model": {"weight": torch.full((STATE,), float(step))}}
-        folder.save({**content, "started_from": None}, best=step % 3 == 0)
+        directory.write({**content, "started_from": None}, best=step % 3 == 0)
         os.write(report, f"{step}\n".encode())
         step += 1
 
 
 @contextmanager
-def saving_child(config: Any, first: int) -> Iterator[tuple[int, Any]]:
-    """A child that saves for ever: its process id, and a file in which it reports. It is killed at the end."""
+def saving_child(config: Config, first: int) -> Iterator[tuple[int, Any]]:
+    """A child that saves until it is killed: its process id, and a file with its reports. The block's end kills it."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
-            save_for_ever(config, first, write_end)
+            save_repeatedly(config, first, write_end)
         os._exit(1)
     os.close(write_end)
     with os.fdopen(read_end) as reports:
@@ -235,10 +239,10 @@ def saving_child(config: Any, first: int) -> Iterator[tuple[int, Any]]:
             yield pid, reports
         finally:
             os.kill(pid, signal.SIGKILL)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it had ended by itself"
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it exited by itself"
 
 
-def seconds_of_a_save(config: Any) -> float:
+def seconds_of_a_save(config: Config) -> float:
     with saving_child(config, 1) as (_, reports):
         reports.readline()
         begin = time.monotonic()
@@ -253,33 +257,33 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     generator = random.Random(seed)
-    duration = seconds_of_a_save(parse(["--output-dir", str(tmp_path / "measured")]))
+    duration = seconds_of_a_save(Config.parse(["--output-dir", str(tmp_path / "measured")]))
     output = tmp_path / "run"
-    config = parse(["--output-dir", str(output)])
+    config = Config.parse(["--output-dir", str(output)])
     whole = 4 * STATE
-    torn: list[float] = []  # of the temporary files that were found: how much of them was there
+    torn: list[float] = []  # the size of each temporary file that a kill left, as a share of the whole state
     step = 0
     for kill in range(KILLS):
         with saving_child(config, step + 1) as (pid, reports):
             completed = [int(reports.readline()) for _ in range(generator.randint(2, 3))][-1]
             time.sleep(duration * (kill + generator.random()) / KILLS)
             os.kill(pid, signal.SIGKILL)
-            completed = max([completed, *map(int, reports.read().split())])  # up to its end
+            completed = max([completed, *map(int, reports.read().split())])  # all reports until its death
         torn += [path.stat().st_size / whole for path in temporary_files(output)]
         for path in (*checkpoints(output), *output.glob("best.pt")):
-            checkpoint.verify(path)  # whatever has its final name is whole
+            checkpoint.verify(path)  # every file with a final name is complete
 
-        folder = Folder(config)
-        folder.open(config)
-        assert not temporary_files(output), "what the killed one left is still there"
-        newest, content = folder.find(config)
-        folder.lock.close()
+        output_dir = OutputDir(config)
+        output_dir.open()
+        assert not temporary_files(output), "the temporary file of the killed process is still there"
+        newest, content = directory_of(config).find(config.resume, config.evaluate)
+        output_dir.lock.close()
         step = content["step"]
         assert step >= completed, f"step {completed} was saved, the newest is {newest}"
         assert torch.equal(content["model"]["weight"], torch.full((STATE,), float(step)))
     print(f"a save takes {1000 * duration:.0f} ms; {len(torn)} of {KILLS} kills left a temporary file")
-    assert len(torn) >= KILLS // 4, f"too few of the kills hit a write: {torn}"
-    assert len({round(part, 1) for part in torn}) >= 2, f"they all hit the same moment of it: {torn}"
+    assert len(torn) >= KILLS // 4, f"too few kills hit a write: {torn}"
+    assert len({round(part, 1) for part in torn}) >= 2, f"all kills hit the same moment of a write: {torn}"
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------
@@ -287,10 +291,10 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @fault(7)
-def test_a_run_on_a_full_disk_ends_with_7_and_goes_on_once_there_is_room(
+def test_a_run_on_a_full_disk_exits_with_7_and_resumes_once_there_is_space(
     small: None, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three checkpoints of 0.5 MB fit, and no fourth. Nothing is logged while one is written: that might fail first."""
+    """Three checkpoints of 0.5 MB fit, but not a fourth. No metrics are written meanwhile: that might fail first."""
     monkeypatch.setattr(main, "build_model", build_slow_toy)
     options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir"]
     train(2, *options, tmp_path / "whole")
@@ -302,13 +306,13 @@ def test_a_run_on_a_full_disk_ends_with_7_and_goes_on_once_there_is_room(
     assert f"cannot write {output / 'checkpoints' / 'step_00000016.pt'}: No space left on device" in line
     needed, free = map(float, re.search(r"([\d.]+) MB needed, ([\d.]+) MB free", line).groups())
     assert needed == pytest.approx(0.5, abs=0.1) and free < needed
-    assert "make room, then give the same command again" in line
+    assert "free some space, then run the same command again; earlier checkpoints are intact" in line
     assert [path.name for path in checkpoints(output)] == [f"step_{step:08d}.pt" for step in (4, 8, 12)]
     for path in checkpoints(output):
         checkpoint.read(path)
     assert not temporary_files(output)
-    told = status(output)
-    assert (told["state"], told["exit_code"], told["saved"]) == ("failed", 7, 12)
+    found = status(output)
+    assert (found["state"], found["exit_code"], found["saved"]) == ("failed", 7, 12)
 
     mount("-o", "remount,size=8M", disk)
     assert "at step 12" in train(2, *options, output)
@@ -319,10 +323,10 @@ def test_a_run_on_a_full_disk_ends_with_7_and_goes_on_once_there_is_room(
 @pytest.mark.slow
 @fault(7)
 @pytest.mark.parametrize("log_every", [1, 10**6])
-def test_a_disk_that_fills_up_between_two_saves_ends_the_run_with_7(
+def test_a_disk_that_fills_up_between_two_saves_makes_the_run_exit_with_7(
     small: None, log_every: int, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While only metrics are written; or, with nothing to log, at the next checkpoint."""
+    """As soon as metrics are written; or at the next checkpoint, if no metrics are."""
     monkeypatch.setattr(main, "build_model", build_slow_awkward)
     every = ["--checkpoint-every", 30, "--log-every", log_every]
     ranks = start(2, *SYNTHETIC, "--batch-size", 2, *every, "--output-dir", disk / "run")
@@ -335,12 +339,12 @@ def test_a_disk_that_fills_up_between_two_saves_ends_the_run_with_7(
     assert f"cannot write {disk / 'run'}" in line and "No space left on device" in line and "MB free" in line
     assert {path: path.read_bytes() for path in checkpoints(disk / "run")} == before
     assert not temporary_files(disk)
-    assert status(disk / "run")["state"] in ("running", "failed"), "status.json is JSON, though perhaps an old one"
+    assert status(disk / "run")["state"] in ("running", "failed"), "status.json is JSON, although it may be old"
 
 
 @pytest.mark.slow
 @fault(7)
-def test_a_disk_that_is_full_before_tensorboard_flushes_ends_the_run_with_7_and_its_thread_is_silent(
+def test_a_disk_that_is_full_when_tensorboard_flushes_makes_the_run_exit_with_7_without_a_traceback(
     small: None, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorBoard writes in a thread, which would print a traceback of its own."""
@@ -348,11 +352,11 @@ def test_a_disk_that_is_full_before_tensorboard_flushes_ends_the_run_with_7_and_
     write = SummaryWriter.add_scalar
 
     def add_many(self: SummaryWriter, name: str, value: Any, step: int) -> None:
-        for number in range(20):  # enough to leave the buffer
+        for number in range(20):  # more than the buffer holds
             write(self, f"{name}/{number}", value, step)
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", add_many)
-    monkeypatch.setattr(Folder, "write_status", lambda *arguments, **named: None)  # it would notice first
+    monkeypatch.setattr(ddp.training.run, "write_status", lambda *arguments, **named: None)  # it would fail first
     ranks = start(2, *SYNTHETIC, "--batch-size", 2, "--log-every", 1, "--output-dir", disk / "run")
     until(lambda: len(read_lines(disk / "run" / "metrics.jsonl")) > 5, ranks)
     fill(disk)
@@ -362,23 +366,26 @@ def test_a_disk_that_is_full_before_tensorboard_flushes_ends_the_run_with_7_and_
 
 @pytest.mark.slow
 @fault(7)
-def test_a_run_does_not_begin_on_a_full_disk(small: None, disk: Path) -> None:
+def test_a_run_does_not_start_on_a_full_disk(small: None, disk: Path) -> None:
     fill(disk)
     ranks = start(2, *SYNTHETIC, "--output-dir", disk / "run")
     assert ranks.wait() == [3, 3], ranks.output()
-    assert f"cannot write to the output folder {disk / 'run'}: No space left on device" in the_error(ranks)
+    assert (
+        f"cannot write to the output directory {disk / 'run'}: No space left on device; choose another --output-dir"
+        in the_error(ranks)
+    )
 
 
-# ---- a folder that cannot be written --------------------------------------------------------------------------------
+# ---- a directory that is not writable -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @fault(8)
-@pytest.mark.parametrize("there", [True, False])
-def test_a_read_only_folder_is_refused_within_seconds(there: bool, tmp_path: Path) -> None:
-    """Whether it is there already or would have to be made."""
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_read_only_directory_is_refused_within_seconds(exists: bool, tmp_path: Path) -> None:
+    """Whether it exists or would have to be created."""
     output = tmp_path / "disk" / "run"
-    (output if there else output.parent).mkdir(parents=True)
+    (output if exists else output.parent).mkdir(parents=True)
     with mounted(tmp_path / "disk"):
         make_read_only(tmp_path / "disk")
         begin = time.monotonic()
@@ -386,14 +393,14 @@ def test_a_read_only_folder_is_refused_within_seconds(there: bool, tmp_path: Pat
         assert ranks.wait() == [3, 3], ranks.output()
         assert time.monotonic() - begin < 8
     line = the_error(ranks)
-    assert f"cannot write to the output folder {output}: Read-only file system; choose another --output-dir" in line
-    assert len(ranks.output().splitlines()) == 1, "nothing else was said, so nothing was trained"
+    assert f"cannot write to the output directory {output}: Read-only file system; choose another --output-dir" in line
+    assert len(ranks.output().splitlines()) == 1, "there is no other output, so nothing was trained"
 
 
 @pytest.mark.slow
 @fault(8)
 @pytest.mark.parametrize("part", ["run", "run/checkpoints"])
-def test_a_folder_that_becomes_read_only_in_mid_run_ends_it_with_7(
+def test_a_directory_that_becomes_read_only_in_mid_run_makes_it_exit_with_7(
     small: None, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "build_model", build_slow_awkward)
@@ -412,11 +419,11 @@ def test_a_folder_that_becomes_read_only_in_mid_run_ends_it_with_7(
     assert not temporary_files(output)
 
 
-# ---- saving beside the training -------------------------------------------------------------------------------------
+# ---- saving in the background ---------------------------------------------------------------------------------------
 
 
 def build_slow_toy(config: Any, train_set: Any) -> torch.nn.Module:
-    """ToyModel with 5 ms more a step."""
+    """ToyModel with 5 ms more per step."""
     from model import build_model
 
     model = build_model(config, train_set)
@@ -425,22 +432,22 @@ def build_slow_toy(config: Any, train_set: Any) -> torch.nn.Module:
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, output: Path, before: float = 0.0, after: float = 0.0) -> Path:
-    """Let each write take so many seconds more, before its first byte and before its last.
+    """Let each write take longer, by so many seconds before its first byte and before its last.
 
-    Returns the file in which the process notes of each: begin or end, its step, and the last step in metrics.jsonl.
+    Returns a file with a line for the begin and the end of each write: its step, and the last step in metrics.jsonl.
     """
     save, write, notes = torch.save, checkpoint.write, output.parent / "notes"
 
-    def note(what: str, content: Any) -> None:
+    def note(event: str, content: Any) -> None:
         last = [line["step"] for line in logged(output)][-1:] if (output / "metrics.jsonl").exists() else []
         with notes.open("a") as file:
-            file.write(f"{what} {content['step']} {last[0] if last else 0}\n")
+            file.write(f"{event} {content['step']} {last[0] if last else 0}\n")
 
     def slow_save(content: Any, *arguments: Any, **named: Any) -> None:
-        beside = threading.current_thread() is not threading.main_thread()  # where tensors are pickled with it
-        time.sleep(before * beside)
+        in_background = threading.current_thread() is not threading.main_thread()  # elsewhere, it pickles tensors
+        time.sleep(before * in_background)
         save(content, *arguments, **named)
-        time.sleep(after * beside)
+        time.sleep(after * in_background)
 
     def noted_write(path: Path, content: Any) -> None:
         note("begin", content)
@@ -455,40 +462,40 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, output: Path, before: float = 0
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is written is the state of its step, although the weights, BatchNorm and momentum have changed since."""
+    """The file holds the state of its step, although weights, BatchNorm and momentum have changed since."""
     monkeypatch.setattr(main, "build_model", build_slow_awkward)
     options = [*SYNTHETIC, "--batch-size", 4, "--log-every", 1, "--output-dir"]
-    train(2, *options, tmp_path / "stopped there", "--max-steps", 30)
+    train(2, *options, tmp_path / "stopped at 30", "--max-steps", 30)
     notes = slow_writes(monkeypatch, tmp_path / "run", before=0.6, after=0.6)
     train(2, *options, tmp_path / "run", "--max-steps", 60, "--checkpoint-every", 30)
     begin, end = (line.split() for line in read_lines(notes)[:2])
     assert begin[:2] == ["begin", "30"] and end[:2] == ["end", "30"]
-    assert int(end[2]) - int(begin[2]) >= 10, "no step was made during the write"
+    assert int(end[2]) - int(begin[2]) >= 10, "no step was trained during the write"
     path = tmp_path / "run" / "checkpoints" / "step_00000030.pt"
-    assert weights_and_momentum(path) == weights_and_momentum(checkpoints(tmp_path / "stopped there")[-1])
+    assert weights_and_momentum(path) == weights_and_momentum(checkpoints(tmp_path / "stopped at 30")[-1])
 
 
 @pytest.mark.slow
-def test_one_checkpoint_is_written_at_a_time_and_in_their_order(
+def test_checkpoints_are_written_one_at_a_time_and_in_order(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saves that come faster than they can be written wait for each other. The last one is waited for at the end."""
+    """A save waits for the write of the previous one. At its end, the run waits for the last one."""
     notes = slow_writes(monkeypatch, tmp_path, after=0.3)
     begin = time.monotonic()
     train(2, *SYNTHETIC, "--checkpoint-every", 1, "--max-steps", 5, "--keep-checkpoints", 9, "--output-dir", tmp_path)
     assert time.monotonic() - begin > 5 * 0.3
     order = [line.split()[:2] for line in read_lines(notes)]
-    assert order == [[what, str(step)] for step in range(1, 6) for what in ("begin", "end")]
+    assert order == [[event, str(step)] for step in range(1, 6) for event in ("begin", "end")]
     assert [checkpoint.read(path)["step"] for path in checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
     assert (status(tmp_path)["state"], status(tmp_path)["saved"]) == ("done", 5)
 
 
 @pytest.mark.slow
 @fault(7)
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon_and_not_at_the_next_one(
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_checkpoint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "build_model", build_slow_awkward)
@@ -500,11 +507,11 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon_and_not_at_the_ne
         make_read_only(tmp_path / "checkpoints")
         assert ranks.wait() == [7, 7], ranks.output()
     assert "Read-only file system" in the_error(ranks)
-    assert 60 <= status(tmp_path)["step"] < 110, "a second is 50 steps of 20 ms"
+    assert 60 <= status(tmp_path)["step"] < 110, "one second is 50 steps of 20 ms"
 
 
 class Poisoned(Awkward):
-    """One of its buffers, which no loss in training depends on, is not finite after so many steps."""
+    """After 30 steps, a buffer is not finite that no training loss depends on."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.steps = getattr(self, "steps", 0) + self.training
@@ -515,19 +522,19 @@ class Poisoned(Awkward):
 
 @pytest.mark.slow
 @fault(23)
-@pytest.mark.parametrize("what", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer"])
-def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_run_with_6(
-    small: None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer"])
+def test_a_state_that_is_not_finite_is_not_saved_and_makes_the_run_exit_with_6(
+    small: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if no loss says so: only the state that is about to be saved does."""
-    model = Poisoned if what.startswith("model") else Awkward
+    """Even if every loss is finite: the state is checked before it is written."""
+    model = Poisoned if name.startswith("model") else Awkward
     monkeypatch.setattr(main, "build_model", lambda config, train_set: model(10, pause=0.02))
     steps = 0
 
     def poison(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 40 and what.startswith("optimizer"):
+        if steps == 40 and name.startswith("optimizer"):
             next(iter(optimizer.state.values()))["momentum_buffer"].view(-1)[0] = float("inf")
 
     hook = register_optimizer_step_post_hook(poison)
@@ -536,10 +543,10 @@ def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_run_with_6(
     hook.remove()
     assert ranks.wait() == [6, 6], ranks.output()
     line = the_error(ranks)
-    assert f"{what} is not finite any more" in line and "step_00000020.pt" in line
+    assert f"{name} is no longer finite" in line and "step_00000020.pt" in line
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000020.pt"]
     assert not temporary_files(tmp_path)
-    assert 40 <= status(tmp_path)["step"] < 90, "a second is 50 steps of 20 ms"
+    assert 40 <= status(tmp_path)["step"] < 90, "one second is 50 steps of 20 ms"
 
 
 # ---- two runs -------------------------------------------------------------------------------------------------------
@@ -547,7 +554,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_run_with_6(
 
 @pytest.mark.slow
 @fault(24)
-def test_a_second_run_in_one_folder_is_refused_and_the_first_is_not_disturbed(
+def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 3, "--log-every", 1, "--output-dir"]
@@ -561,18 +568,18 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_is_not_disturbed(
         assert second.wait() == [5, 5], second.output()
         assert f"another run (process {first.pids[0]} on " in the_error(second)
         assert len(second.output().splitlines()) == 1
-    assert os.waitpid(first.pids[0], os.WNOHANG) == (0, 0), "the first had ended before the second was refused"
+    assert os.waitpid(first.pids[0], os.WNOHANG) == (0, 0), "the first run ended before the second was refused"
     assert first.wait() == [0, 0], first.output()
     assert weights_and_momentum(checkpoints(tmp_path / "run")[-1]) == weights_and_momentum(
         checkpoints(tmp_path / "alone")[-1]
     )
     assert logged(tmp_path / "run") == logged(tmp_path / "alone")
-    assert "all is done already" in train(2, *options, tmp_path / "run"), "the folder is free again"
+    assert "already done" in train(2, *options, tmp_path / "run"), "the directory can be used again"
 
 
 @pytest.mark.slow
-def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch for ever."""
+def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
     require_root()
     for split, kind in itertools.product(("train", "test"), ("a", "b")):
         folder = tmp_path / "images" / split / kind
@@ -587,6 +594,6 @@ def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_and_is_named(tmp_p
     assert done.returncode == 8, done.stdout + done.stderr
     assert "a DataLoader worker cannot hand over a batch: unable to allocate shared memory" in done.stderr
     assert (
-        "error: a DataLoader worker was killed; if memory ran out: fewer --workers, or a larger /dev/shm" in done.stderr
+        "error: a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm" in done.stderr
     )
     assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
-"""Python imports this at its start if its folder is in PYTHONPATH: notes when the first optimizer step was done.
+"""Records the time of the first optimizer step of any script. Python imports this file if its folder is in PYTHONPATH.
 
-It writes the time into the file FIRST_STEP, on rank 0. torch is not imported for it: it waits until somebody does.
+Rank 0 writes the time to the file FIRST_STEP. This file does not import torch: it waits until the script does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "torch.optim.optimizer"
 
 
 class Finder:
-    """Finds one module, once, and lets `hook` follow its import."""
+    """Finds the module NAME, once, and registers `record` when it is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != NAME:
@@ -26,19 +26,19 @@ class Finder:
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
-        def and_then_hook(module: Any) -> None:
+        def execute_and_register(module: Any) -> None:
             execute(module)
-            module.register_optimizer_step_post_hook(note)
+            module.register_optimizer_step_post_hook(record)
 
-        spec.loader.exec_module = and_then_hook  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-def note(*_: Any) -> None:
+def record(*_: Any) -> None:
     if os.environ.get("RANK", "0") == "0" and not done.exists():
-        beside = done.with_suffix(".tmp")
-        beside.write_text(str(time.monotonic()))
-        beside.replace(done)
+        tmp_path = done.with_suffix(".tmp")
+        tmp_path.write_text(str(time.monotonic()))
+        tmp_path.replace(done)
 
 
 if "FIRST_STEP" in os.environ:

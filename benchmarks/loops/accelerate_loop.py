@@ -2,7 +2,7 @@
 
 Sources:
 - the loop, normalising on the device: https://github.com/huggingface/accelerate/blob/main/examples/cv_example.py
-- the loss, added up on the device and read once an epoch, and save_state:
+- the loss, added up on the device and read once per epoch, and save_state:
   https://github.com/huggingface/accelerate/blob/main/examples/complete_cv_example.py
 - https://huggingface.co/docs/accelerate/basic_tutorials/migration
 - compile: https://huggingface.co/docs/accelerate/usage_guides/compilation
@@ -22,7 +22,7 @@ from common import MEAN, SGD_OPTIONS, STD, build_dataset, build_model, loader_op
 def main() -> None:
     options = parse_options(__doc__)
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # else, without a GPU, each process silently trains alone
+        cpu=not torch.cuda.is_available(),  # without it, each process silently trains alone on a machine without a GPU
         mixed_precision="bf16" if options.precision == "bf16" else "no",
         dynamo_plugin=TorchDynamoPlugin(backend="inductor") if options.compile else None,
     )

@@ -1,4 +1,4 @@
-"""As little as a script under torchrun can do: import torch, join the group, wrap a model, take one step."""
+"""The minimum that a script under torchrun can do: import torch, connect, wrap a model, take one step."""
 
 import torch
 import torch.distributed as dist

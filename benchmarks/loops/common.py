@@ -1,6 +1,6 @@
-"""What the loops share: their options, the model and the data. What is a library's own is in its loop.
+"""The options, the model and the data, which all loops share. Code that is specific to a library is in its loop.
 
-No loop evaluates or augments; each trains, reports its loss and saves once an epoch.
+No loop evaluates or augments. Each trains, reports its loss, and saves once per epoch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SGD_OPTIONS: dict[str, Any] = {"lr": 0.03, "momentum": 0.9, "weight_decay": 5e-4
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that has the options of the model and of the step."""
+    """A parser with the options of the model and of the step."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--project", required=True, help="the rendered project, of which the model is")
+    parser.add_argument("--project", required=True, help="the rendered project, which has the ToyModel")
     parser.add_argument("--model", default="ToyModel", help="ToyModel, or one of torchvision's")
     parser.add_argument("--batch-size", type=int, required=True, help="per process")
     parser.add_argument("--image-size", type=int, default=32)
@@ -33,7 +33,7 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    """The options of a loop. Makes the folder of --output."""
+    """The options of a loop. Creates the directory of --output."""
     parser = model_parser(description)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--dataset", choices=("cifar10", "imagefolder"), default="cifar10")
@@ -42,7 +42,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "loops"), help="for checkpoints")
     options = parser.parse_args()
     if options.dataset == "cifar10" and options.image_size != 32:
-        parser.error(f"--image-size {options.image_size}: CIFAR-10's images are not resized; leave it out")
+        parser.error(f"--image-size {options.image_size}: CIFAR-10's images are not resized; remove it")
     options.output.mkdir(parents=True, exist_ok=True)
     return options
 
@@ -52,7 +52,7 @@ def memory_format(options: argparse.Namespace) -> torch.memory_format:
 
 
 def build_model(options: argparse.Namespace, classes: int) -> torch.nn.Module:
-    """The model that --model names, on the CPU, neither compiled nor wrapped."""
+    """The model of --model, on the CPU, neither compiled nor wrapped."""
     sys.path.insert(0, options.project)
     from model import ToyModel
 
@@ -64,7 +64,7 @@ def build_model(options: argparse.Namespace, classes: int) -> torch.nn.Module:
 
 
 def build_dataset(options: argparse.Namespace, normalize: bool = True) -> torchvision.datasets.VisionDataset:
-    """The training images as torchvision's examples read them: one PIL image at a time, to float [3, h, w]."""
+    """The training images, read as in torchvision's examples: one PIL image at a time, to float [3, h, w]."""
     steps: list[Any] = [transforms.ToTensor()]
     if normalize:
         steps.append(transforms.Normalize(MEAN, STD))
@@ -75,7 +75,7 @@ def build_dataset(options: argparse.Namespace, normalize: bool = True) -> torchv
 
 
 def loader_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The same for every DataLoader. Steps are what is timed, so all batches are of one size."""
+    """The options of every DataLoader. Steps are timed, so all batches have the same size."""
     return {
         "batch_size": options.batch_size,
         "num_workers": options.workers,

@@ -4,7 +4,7 @@ Sources:
 - https://github.com/pytorch/ignite/blob/master/examples/cifar10/main.py
 - https://pytorch.org/ignite/distributed.html
 - the common handlers: https://docs.pytorch.org/ignite/_modules/ignite/contrib/engines/common.html
-- compile, of which Ignite says nothing, as PyTorch does:
+- compile: Ignite does not document it, so as PyTorch recommends:
   https://pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html
 """
 
@@ -25,7 +25,7 @@ from common import SGD_OPTIONS, build_dataset, build_model, loader_options, memo
 
 def training(local_rank: int, options: argparse.Namespace) -> None:
     dataset = build_dataset(options)
-    # auto_dataloader divides both by the number of processes: Ignite's are of all of them, ours of one.
+    # auto_dataloader divides both by the number of processes: in Ignite they are totals, in our options per process.
     shared = loader_options(options)
     shared["batch_size"] *= idist.get_world_size()
     shared["num_workers"] *= idist.get_nproc_per_node()

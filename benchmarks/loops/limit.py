@@ -1,4 +1,4 @@
-"""The limit: the DDP step alone, over and over on one batch that lies on the device. No loop can be faster."""
+"""The limit: the DDP step alone, again and again on one batch on the device. No loop can be faster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Limit:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options that it takes."""
+    """The options of this script."""
     found = model_parser(__doc__)
     found.add_argument("--classes", type=int, default=10)
     return found

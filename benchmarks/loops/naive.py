@@ -7,7 +7,7 @@ Sources:
   https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/multigpu_torchrun.py
 - bf16: https://pytorch.org/docs/stable/amp.html
 - channels last: https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html
-- compile inside of DDP: https://pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html
+- compile inside DDP: https://pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Runs a training script as it is, and times its optimizer steps from outside.
+"""Run an unchanged training script, and time its optimizer steps from outside.
 
     torchrun ... timed.py --steps 300 --times FILE SCRIPT [OPTIONS]
 
-Every contestant goes through here, so that all are measured by the same clock: a hook that torch calls after each step
-of any optimizer. After --steps of them the process ends, and rank 0 writes FILE: {"steps": [seconds, ...]}.
+All contestants run under this script, so all are measured by the same clock: a hook that torch calls after each step of
+any optimizer. After --steps steps the process exits, and rank 0 writes FILE: {"steps": [seconds, ...]}.
 
-With --beside-limit OPTIONS, which are those of limit.py, script and limit take turns within the same processes, SLICE
-steps each; FILE then has "slices" as well: [seconds of the script, seconds of the limit]. So a noisy machine, which
-may change its speed by a quarter between two runs, disturbs both alike.
+With --compare-limit OPTIONS, which are options of limit.py, the script and the limit take turns in the same processes,
+SLICE steps each. FILE then also has "slices": [seconds of the script, seconds of the limit]. The speed of a noisy
+machine may change by a quarter between two runs; this way it affects both equally.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-SLICE = 50  # steps; a logged line is in each
+SLICE = 50  # steps; each slice includes a logged line
 
 
 class Timer:
-    """Counts the steps of the script. There is one."""
+    """Counts and times the steps of the script. There is one instance."""
 
     def __init__(self, steps: int, file: Path, limit: str | None) -> None:
         self.steps, self.file, self.limit_options = steps, file, limit
         self.times: list[float] = []
         self.slices: list[tuple[float, float]] = []
         self.limit: Any = None
-        self.turn_of_limit = False
-        self.begun = self.elsewhere = 0.0
+        self.limit_runs = False
+        self.slice_start = 0.0
+        self.limit_s = 0.0  # seconds in which the limit ran
 
     def after_step(self, *_: Any) -> None:
-        if self.turn_of_limit:
+        if self.limit_runs:
             return
         now = time.perf_counter()
-        self.times.append(now - self.elsewhere)
+        self.times.append(now - self.limit_s)
         if self.limit_options is not None and len(self.times) % SLICE == 0:
-            self._let_limit_run(now)
+            self._run_limit(now)
         if len(self.times) == self.steps:
             self._end()
 
-    def _let_limit_run(self, now: float) -> None:
+    def _run_limit(self, now: float) -> None:
         from limit import Limit, parser
 
-        self.turn_of_limit = True
+        self.limit_runs = True
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             now = time.perf_counter()
@@ -69,10 +70,10 @@ class Timer:
                 self.limit.step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.slices.append((now - self.begun, time.perf_counter() - start))
-        self.turn_of_limit = False
-        self.begun = time.perf_counter()
-        self.elsewhere += self.begun - now
+            self.slices.append((now - self.slice_start, time.perf_counter() - start))
+        self.limit_runs = False
+        self.slice_start = time.perf_counter()
+        self.limit_s += self.slice_start - now
 
     def _end(self) -> None:
         world_size = int(os.environ["WORLD_SIZE"])
@@ -80,7 +81,7 @@ class Timer:
         if dist.get_rank() == 0:
             self.file.write_text(json.dumps({"steps": self.times, "slices": self.slices}))
         sys.stdout.flush()
-        for child in multiprocessing.active_children():  # DataLoader workers would go on for seconds, beside the next
+        for child in multiprocessing.active_children():  # DataLoader workers would disturb the next run for seconds
             child.kill()
         os._exit(0)
 
@@ -89,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--times", type=Path, required=True)
-    parser.add_argument("--beside-limit", metavar="OPTIONS")
+    parser.add_argument("--compare-limit", metavar="OPTIONS")
     parser.add_argument("--cifar10", type=Path, help="a folder with made-up images in CIFAR-10's format")
     parser.add_argument("script")
     parser.add_argument("options", nargs=argparse.REMAINDER)
@@ -97,7 +98,7 @@ def main() -> None:
 
     if arguments.cifar10 is not None:
         accept(arguments.cifar10)
-    timer = Timer(arguments.steps, arguments.times, arguments.beside_limit)
+    timer = Timer(arguments.steps, arguments.times, arguments.compare_limit)
     register_optimizer_step_post_hook(timer.after_step)
     sys.argv = [arguments.script, *arguments.options]
     sys.path.insert(0, str(Path(arguments.script).parent))
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def accept(folder: Path) -> None:
-    """Let torchvision's CIFAR10 take the files in `folder`, of which it knows no MD5."""
+    """Let torchvision's CIFAR10 accept the files in `folder`, whose MD5 it does not know."""
     from torchvision.datasets import CIFAR10
 
     def known(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The model that the project comes with. Delete this file when you edit it."""
+"""The model that comes with the project. Delete this file when you edit ToyModel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from model import ToyModel
 
 
-def test_the_toy_model_is_the_tutorials() -> None:
+def test_the_toy_model_is_that_of_the_tutorial() -> None:
     model = ToyModel()
     weights = sum(weight.numel() for weight in model.parameters())
-    assert weights == 62_006, "you have edited the ToyModel: delete tests/test_toy_model.py"
+    assert weights == 62_006, "you have edited ToyModel: delete tests/test_toy_model.py"
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
