@@ -1,4 +1,4 @@
-"""`make demo`: render the template with its defaults, train the result, and say what to try next."""
+"""`make demo`: render the template with its defaults, train the result, and print what to try next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEMO = REPOSITORY / "demo"
 def main() -> int:
     shutil.rmtree(DEMO, ignore_errors=True)
     render = [sys.executable, "-m", "cookiecutter", "--default-config", "--no-input", "--output-dir", DEMO, REPOSITORY]
-    subprocess.run(render, check=True, stdout=subprocess.DEVNULL)  # its hook says what to type next; so do we, later
+    subprocess.run(render, check=True, stdout=subprocess.DEVNULL)  # the hook's hints: main() prints others
     project = next(path for path in DEMO.iterdir() if path.is_dir())
-    for left in ("runs", "data"):  # somebody may have trained in the template folder itself
-        shutil.rmtree(project / left, ignore_errors=True)
+    for left_over in ("runs", "data"):  # of a training in the template folder itself
+        shutil.rmtree(project / left_over, ignore_errors=True)
     print(f"Rendered the template into {project.relative_to(REPOSITORY)}", flush=True)
 
     gpus = shutil.which("nvidia-smi") is not None and _has_gpu()

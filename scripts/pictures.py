@@ -1,10 +1,9 @@
-"""Makes the pictures of the README: docs/terminal.svg, docs/tensorboard.png. Needs chromium, and a minute.
+"""Draw the pictures of the README: docs/terminal.svg and docs/tensorboard.png. Takes a minute, and needs chromium.
 
     .venv/bin/python scripts/pictures.py        from the repository
 
-It renders the template, trains the result with two processes on a terminal of its own, interrupts it with Ctrl-C in the
-middle of an epoch, gives the same command again, and draws what that terminal has shown. Then TensorBoard draws the
-curves of two more runs.
+It renders the template, trains the result with two processes in a pseudo-terminal, presses Ctrl-C in the middle of an
+epoch, repeats the command, and draws the terminal's output. Then TensorBoard draws the curves of two more runs.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ DOCS = REPOSITORY / "docs"
 COLUMNS = 110
 COMMAND = "./launch_node.sh --nproc-per-node 2 -- --dataset synthetic --epochs 3 --output-dir runs/demo"
 RUNS = "python main.py --nproc 2 --dataset synthetic --epochs 3 --log-every 5 --lr {0} --output-dir runs/lr-{0}"
-STOP_AT = "epoch 2/3  step 100"  # behind this line
+STOP_AT = "epoch 2/3  step 100"  # Ctrl-C after this line
 
 
 def environment() -> dict[str, str]:
-    """With the programs of this one's virtual environment, as after `source .venv/bin/activate`."""
+    """The variables that `source .venv/bin/activate` sets, for this virtual environment."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
 
 
 def on_a_terminal(command: str, folder: Path, stop_at: str | None = None) -> str:
-    """What a terminal shows that runs `command`: its lines as they are at the end. Ctrl-C when `stop_at` has come."""
+    """Run `command` in a terminal; return its lines as they are at the end. Press Ctrl-C once `stop_at` appears."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
         os.execvpe("bash", ["bash", "-c", command], environment())
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     shown = b""
-    with suppress(OSError):  # the end of it
+    with suppress(OSError):  # raised at the end of the output
         while piece := os.read(terminal, 1 << 16):
             shown += piece
             if stop_at is not None and stop_at.encode() in shown:
@@ -65,12 +64,12 @@ def on_a_terminal(command: str, folder: Path, stop_at: str | None = None) -> str
 
 
 def last_state(line: str) -> str:
-    """What stays of a line that a progress bar has written over, again and again."""
+    """The last state of a line that a progress bar has overwritten."""
     return next((part for part in reversed(line.split("\r")) if part.strip()), "")
 
 
 def draw_terminal(parts: list[tuple[str, str]], path: Path) -> None:
-    """An SVG of commands and what they have shown."""
+    """Draw commands and their output as an SVG."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for command, shown in parts:
         console.print(Text(f"$ {command}", style="bold green"))
@@ -79,7 +78,7 @@ def draw_terminal(parts: list[tuple[str, str]], path: Path) -> None:
 
 
 def draw_tensorboard(folder: Path, path: Path) -> None:
-    """A picture of TensorBoard, as a browser shows it."""
+    """Draw TensorBoard as a browser shows it."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -109,7 +108,7 @@ def draw_tensorboard(folder: Path, path: Path) -> None:
 
 def main() -> None:
     if shutil.which("chromium") is None:
-        sys.exit("chromium is needed, for the picture of TensorBoard: apt-get install chromium")
+        sys.exit("the picture of TensorBoard needs chromium: apt-get install chromium")
     with tempfile.TemporaryDirectory() as name:
         project = Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=name))
         first = on_a_terminal(COMMAND, project, STOP_AT)
