@@ -53,7 +53,8 @@ class BackgroundWriter:
             job()
         except Exception as error:
             self.error = error
-        self.done.set()
+        finally:
+            self.done.set()
 
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the job; raise what it raised, once. Returns whether it is done."""
