@@ -1,7 +1,5 @@
 """Copy an example into a rendered project: python examples/apply.py NAME PROJECT."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

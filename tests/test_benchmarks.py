@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from matplotlib.image import imread
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import versions  # noqa: E402
 from training import ALL, OURS, Case, cases_for, table  # noqa: E402
 
 
@@ -85,3 +87,21 @@ def test_evaluating_resuming_and_saving_are_measured() -> None:
     delays = {name: values.pop(3) for name, values in figures.items() if len(values) == 5}
     assert all(value > 0 for values in figures.values() for value in values), figures
     assert all(abs(delay) < 10_000 for delay in delays.values()), "a difference of two times, which may be negative"
+
+
+def test_a_step_is_timed_within_one_turn() -> None:
+    """Between turns a version is stopped: that time belongs to no step, and neither does an evaluation."""
+    first = [0.01 * number for number in range(versions.FIRST_STEPS)]
+    turn = [10.0 + 0.1 * number for number in range(20)]
+    after_evaluation = [50.0 + 0.1 * number for number in range(20)]
+    ends = [*first, *turn, *after_evaluation]
+    assert versions._step_s(ends, 9.5, 12.5) == pytest.approx(0.1)
+    assert versions._step_s(ends, 11.0, 51.0) == pytest.approx(0.1)
+    assert versions._step_s(ends, 20.0, 21.0) is None
+
+
+@pytest.mark.slow
+def test_two_versions_take_turns() -> None:
+    output = run("versions.py", BENCHMARKS.parent, "--cases", "toy-b16-p1", "--seconds", 8)
+    found = re.search(r": (\d\.\d+) \((\d\.\d+) to (\d\.\d+)\), (\d+) pairs$", output)
+    assert found is not None and 0 < float(found[2]) <= float(found[1]) <= float(found[3]) and int(found[4]) > 1

@@ -136,6 +136,20 @@ def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, 
     assert "\n\n\n" not in text and "{%" not in text
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
+def test_the_code_has_what_the_pages_name(page: str) -> None:
+    """Files, and names such as `Schedule.factor` or `run.request_stop()`; but no names that an example adds."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATE.rglob("*.py"))
+    words = {*re.findall(r"\w+", sources), "Dockerfile", "pyproject", "toml", "smoothing", "ema"}
+    prose = re.sub(r"```.*?```", "", (TEMPLATE / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    codes = re.findall(r"`([^`\n]+)`", prose)
+    files = {code for code in codes if re.fullmatch(r"[\w/]+\.(py|sh|md|yaml|sbatch)", code)} - {"try.py"}
+    names = {code for code in codes if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", code)} - files - {"try.py"}
+    assert len(files) > 1 and len(names) > 9
+    assert not [file for file in files if not (TEMPLATE / file).exists()]
+    assert not [name for name in names if not set(re.findall(r"[A-Za-z_]\w*", name.partition("(")[0])) <= words]
+
+
 # ---- the commands of the generated README ---------------------------------------------------------------------------
 
 PROGRAMS = (

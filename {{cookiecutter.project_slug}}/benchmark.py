@@ -14,8 +14,6 @@ Weak scaling: each process has a batch of --batch-size, so more processes train 
 Strong scaling: the processes share one batch of --batch-size.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

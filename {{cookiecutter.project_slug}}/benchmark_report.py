@@ -1,7 +1,5 @@
 """The results of benchmark.py as a table, as CSV and as a plot."""
 
-from __future__ import annotations
-
 import csv
 import statistics
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ line. The options of every run (batch size, precision, checkpoints, processes) a
 the default of one, repeat its line here. Do not import torch here: launch_node.sh checks the options before it starts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

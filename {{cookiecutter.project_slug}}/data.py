@@ -20,8 +20,6 @@ also needs its list of `classes`. The loader seeds random numbers by sample and 
     test_set = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

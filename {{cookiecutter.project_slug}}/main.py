@@ -4,8 +4,6 @@ python main.py --dataset synthetic        one process; --nproc 4 starts four her
 python main.py --help                     every option
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

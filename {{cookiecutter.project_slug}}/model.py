@@ -3,8 +3,6 @@
 main.py imports build_model, build_optimizer, compute_loss, batch_totals, compute_metrics and metric_for_best_model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any

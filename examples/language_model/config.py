@@ -1,7 +1,5 @@
 """The options of this task, one per line. Edit me. The options of every run are in ddp/core/run_config.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

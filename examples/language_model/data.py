@@ -1,7 +1,5 @@
 """The characters of a text file. Edit me: main.py needs load_datasets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy

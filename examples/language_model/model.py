@@ -1,7 +1,5 @@
 """A small transformer over characters, its optimizer, its loss and its metrics. Edit me."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Points near the line y = 2 x + 3. Edit me: main.py needs load_datasets."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset

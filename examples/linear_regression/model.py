@@ -1,7 +1,5 @@
 """A line, its optimizer, its loss and its metrics. Edit me: main.py imports all public functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PASCAL VOC 2012, in which each pixel has a class. Edit me: main.py needs load_datasets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

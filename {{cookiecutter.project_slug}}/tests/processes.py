@@ -1,7 +1,5 @@
 """Run ranks as forked processes of the test: torch is already loaded, so a run starts in a fraction of a second."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

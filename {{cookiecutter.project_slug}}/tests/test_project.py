@@ -4,8 +4,6 @@ They hold for any model.py, data.py and config.py that has a `--dataset syntheti
 data.py has SYNTHETIC_SIZES, they make these data small.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

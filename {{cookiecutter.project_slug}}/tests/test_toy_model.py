@@ -1,7 +1,5 @@
 """The model that comes with the project. Delete this file when you edit ToyModel."""
 
-from __future__ import annotations
-
 import torch
 
 from model import ToyModel

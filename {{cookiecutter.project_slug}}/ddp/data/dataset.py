@@ -1,7 +1,5 @@
 """BatchDataset: what a dataset may do to whole batches. Any other torch Dataset works as it is."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Download a dataset once per machine, and tell the user what to do if that fails."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

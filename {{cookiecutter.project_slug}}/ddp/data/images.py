@@ -3,8 +3,6 @@
 An image is uint8 [c, h, w] until it is prepared. A batch is targets [b], sample numbers [b] and images [b, c, h, w].
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import logging

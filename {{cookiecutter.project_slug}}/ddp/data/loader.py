@@ -1,7 +1,5 @@
 """The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """Which sample goes to which rank, in which order, from which sample on."""
 
-from __future__ import annotations
-
 from torch.utils.data import Dataset, DistributedSampler
 
 

@@ -1,7 +1,5 @@
 """The worker processes of a DataLoader: they all start, ignore requests to stop, and exit with their rank."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing.queues
 import os

@@ -23,11 +23,12 @@ class Schedule:
 
     def set(self, epochs_done: float) -> None:
         """Set the learning rate for a step whose middle is at `epochs_done`, in epochs from the start of the run."""
-        self.lr = self.peak * self._fraction(epochs_done)
+        self.lr = self.peak * self.factor(epochs_done)
         for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
             group["lr"] = self.lr * ratio
 
-    def _fraction(self, epochs_done: float) -> float:
+    def factor(self, epochs_done: float) -> float:
+        """The part of the peak learning rate at `epochs_done`. Edit me for another schedule."""
         warmup = self.config.warmup_epochs
         if epochs_done < warmup:
             return epochs_done / warmup
