@@ -129,9 +129,12 @@ def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, 
     scripts = {path.relative_to(project).as_posix() for path in project.glob("launch/*")}
     assert {name.rstrip(".") for name in re.findall(r"\blaunch/\w[\w.]*", text)} == scripts
     assert bool(re.search(r"\blaunch/", text)) == bool(scripts)
-    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    assert set(re.findall(r"\]\(#([^)]*)\)", text)) == anchors, "the contents and the links lead to all sections"
+    anchors, all_anchors = (
+        {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(levels, text, re.MULTILINE)}
+        for levels in ("^## (.*)", "^###? (.*)")
+    )
+    links = set(re.findall(r"\]\(#([^)]*)\)", text))
+    assert anchors <= links <= all_anchors, "the contents and the links lead to all sections, and nowhere else"
     assert all(part.count("\n") > 3 for part in text.split("\n## ")), "no section is empty"
     assert "\n\n\n" not in text and "{%" not in text
 
@@ -235,15 +238,20 @@ def test_a_command_of_the_generated_readme_works(command: str, project: Path) ->
 def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a third convolution, and the option and the EMA of the README; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
-    (option,) = re.findall(r"a line in `Config` in `config.py`, such as `([^`]*)`", README)
-    (make,) = re.findall(r"^    (ema = .*)", README, re.MULTILINE)
-    (update,) = re.findall(r"^    (ema\.update.*)", README, re.MULTILINE)
-    assert re.findall(r"^    run\.resume\(\.\.\., meter=meter, ema=ema\)$", README, re.MULTILINE)
+    (option,) = re.findall(r"^    (smoothing: .*)", README, re.MULTILINE)
+    (make,) = re.findall(r"^    (ema = .*?)  +# after model.to\(ctx.device\)", README, re.MULTILINE)
+    (argument,) = re.findall(r"^    (ema=\S+)  +# one more argument of run.resume", README, re.MULTILINE)
+    (update,) = re.findall(r"^    (ema\.update\S*)  +# after scaler.update\(\)", README, re.MULTILINE)
+    (loop,) = re.findall(r"^    (while not run.finished\(\) and .*)", README, re.MULTILINE)
+    (finished,) = re.findall(
+        r"^        while not run.finished\(\):.*\n", (project / "main.py").read_text(), re.MULTILINE
+    )
     edits = {
         "config.py": {"    lr: float = ": f"    {option}\n    lr: float = "},
         "main.py": {
             "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
-            "meter=meter)": "meter=meter, ema=ema)",
+            "meter=meter)": f"meter=meter, {argument})",
+            finished: f"        {loop}\n",
             "                scaler.update()\n": f"                scaler.update()\n                {update}\n",
         },
         "model.py": {
@@ -276,6 +284,19 @@ def test_a_checkpoint_holds_the_average_that_the_readme_adds(edited: Path) -> No
     assert not torch.equal(average["module.conv3.weight"], weights["conv3.weight"])
     said = run(f"python main.py --nproc 2 --smoothing 0.5 {TINY}cifar10-ToyModel --max-steps 3", edited)
     assert "resuming from" in said
+
+
+@pytest.mark.slow
+def test_a_run_stops_early_by_the_line_of_the_readme(edited: Path) -> None:
+    """Nothing is learned at a rate of 1e-12, so the first evaluation is the best; the same command ends at once."""
+    output = edited / "runs/early"
+    options = "--dataset synthetic --device cpu --batch-size 500 --epochs 20 --lr 1e-12"
+    said = run(f"python main.py {options} --output-dir {output}", edited)
+    assert "epoch  6/20" in said and "epoch  7/20" not in said and "done in " in said
+    status, metrics = json.loads((output / "status.json").read_text()), (output / "metrics.jsonl").read_text()
+    assert (status["state"], status["exit_code"], status["epoch"]) == ("done", 0, 6)
+    run(f"python main.py {options} --output-dir {output}", edited)
+    assert (output / "metrics.jsonl").read_text() == metrics
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from outputs import weights_and_momentum
 
 import main
 from config import Config
-from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.core.errors import SetupError
 from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
 from ddp.data import images

@@ -24,7 +24,7 @@ from outputs import free_port
 from template_copy import TEMPLATE, copy_template
 
 from config import Config
-from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.signals import SignalHandler

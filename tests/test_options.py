@@ -32,7 +32,8 @@ import data
 import main
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.core.options import option
+from ddp.core.options import OptionParser, option
+from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, init_distributed
@@ -337,6 +338,23 @@ def test_an_option_with_the_default_none_needs_its_kind() -> None:
     with pytest.raises(AssertionError, match=r"option\('a limit'\): pass kind="):
         option(None, "a limit")
     assert option(None, "a limit", kind=int).metadata["kind"] is int
+
+
+def test_a_flag_is_off_by_default() -> None:
+    """A flag can only set. With a default of True, `--shuffle false` would be the text "false", which is true."""
+    with pytest.raises(AssertionError, match=r"option\('shuffle'\): name the opposite, with the default False"):
+        option(True, "shuffle")
+
+
+def test_the_help_of_every_kind_of_option_may_contain_a_percent_sign() -> None:
+    @dataclass
+    class Percentages(RunConfig):
+        flag: bool = option(False, "take 5% of it")
+        part: float = option(0.5, "take x% of it")
+
+    parser = OptionParser()
+    parser.add_options(Percentages)
+    assert "take 5% of it" in parser.format_help() and "take x% of it (default: 0.5)" in parser.format_help()
 
 
 # ---- help -----------------------------------------------------------------------------------------------------------

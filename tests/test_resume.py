@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main
 from config import Config
-from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.compatibility import run_differences
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.checkpoint.state import digest

@@ -28,7 +28,7 @@ from torch.utils.tensorboard import SummaryWriter
 import ddp.training.run
 import main
 from config import Config
-from ddp.checkpoint import file as checkpoint
+from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.training.output_dir import OutputDir
 from faults import fault

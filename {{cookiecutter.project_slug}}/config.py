@@ -13,8 +13,12 @@ from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option
 from ddp.core.run_config import RunConfig, check_command_line
 
-# Sections of --help. may_change_on_resume=True: a resumed run may have another value; otherwise it is refused.
-data, training, speed = (partial(option, section=section) for section in ("data", "training", "speed"))
+# Options in three sections of --help. A default of None needs kind=, a function that reads the value from text.
+# may_change_on_resume=True: a resumed run may have another value; otherwise it is refused.
+# per_process=True: the processes of a run may have different values, such as paths; otherwise that is refused.
+data_option, training_option, speed_option = (
+    partial(option, section=section) for section in ("data", "training", "speed")
+)
 
 
 # fmt: off
@@ -22,20 +26,20 @@ data, training, speed = (partial(option, section=section) for section in ("data"
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data("cifar10", "what to train on", choices=("cifar10", "synthetic", "imagefolder"))
-    data_dir: str = data("data", "directory of cifar10, or the one with train/CLASS/* and val/CLASS/* or test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
-    cache: str | None = data(None, "imagefolder: decode all images once into a file in this directory, and read them from it", kind=directory, may_change_on_resume=True, per_process=True)
-    image_size: int = data(32, "height and width of the images, in pixels", kind=number(int, 8))
+    dataset: str = data_option("cifar10", "what to train on", choices=("cifar10", "synthetic", "imagefolder"))
+    data_dir: str = data_option("data", "directory of cifar10, or the one with train/CLASS/* and val/CLASS/* or test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
+    cache: str | None = data_option(None, "imagefolder: decode all images once into a file in this directory, and read them from it", kind=directory, may_change_on_resume=True, per_process=True)
+    image_size: int = data_option(32, "height and width of the images, in pixels", kind=number(int, 8))
 
-    model: str = training("ToyModel", "ToyModel, or a classification model of torchvision, such as resnet18")
-    lr: float = training(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
-    momentum: float = training(0.9, "momentum of SGD", kind=number(float, 0, max=1))
-    weight_decay: float = training(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+    model: str = training_option("ToyModel", "ToyModel, or a classification model of torchvision, such as resnet18")
+    lr: float = training_option(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
+    momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
+    weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 
-    channels_last: bool = speed(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
+    channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
 # fmt: on
 
     def task_name(self) -> str:

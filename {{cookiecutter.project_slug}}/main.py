@@ -53,7 +53,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
             run.log_eval(evaluate(model, eval_loader, config, ctx), eval_loader)
             return
 
-        while not run.finished():
+        while not run.finished():  # to stop early, add a condition: see README.md
             ddp_model.train()
             for batches in run.steps():
                 seed_step(config.seed, run.state.step, ctx.rank)
@@ -79,6 +79,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
                     run.log_train(compute_metrics(meter.take()), schedule.lr)
                 if run.should_save():
                     run.save()
+                # To interrupt the run for a reason of your own, call run.request_stop() here.
                 if run.should_stop():  # the same answer on all ranks
                     run.stop()  # saves and exits
 

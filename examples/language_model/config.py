@@ -8,7 +8,7 @@ from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option, positive
 from ddp.core.run_config import RunConfig, check_command_line
 
-data, training = (partial(option, section=section) for section in ("data", "training"))
+data_option, training_option = (partial(option, section=section) for section in ("data", "training"))
 
 
 # fmt: off
@@ -16,18 +16,18 @@ data, training = (partial(option, section=section) for section in ("data", "trai
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data("text", "text: all of DATA_DIR/text.txt; synthetic: a small part of it, for tests", choices=("text", "synthetic"))
-    data_dir: str = data("data", "directory of text.txt; without one, this project's own source becomes the text", kind=directory, may_change_on_resume=True, per_process=True)
-    batch_size: int = data(16, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
+    dataset: str = data_option("text", "text: all of DATA_DIR/text.txt; synthetic: a small part of it, for tests", choices=("text", "synthetic"))
+    data_dir: str = data_option("data", "directory of text.txt; without one, this project's own source becomes the text", kind=directory, may_change_on_resume=True, per_process=True)
+    batch_size: int = data_option(16, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
 
-    epochs: int = training(5, "passes over the training data", kind=positive, may_change_on_resume=True)
-    lr: float = training(3e-3, "peak learning rate", kind=number(float, 0, exclusive=True))
-    beta1: float = training(0.9, "first beta of AdamW", kind=number(float, 0, max=0.9999))
-    beta2: float = training(0.95, "second beta of AdamW", kind=number(float, 0, max=0.9999))
-    weight_decay: float = training(5e-4, "weight decay of AdamW", kind=number(float, 0))
-    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+    epochs: int = training_option(5, "passes over the training data", kind=positive, may_change_on_resume=True)
+    lr: float = training_option(3e-3, "peak learning rate", kind=number(float, 0, exclusive=True))
+    beta1: float = training_option(0.9, "first beta of AdamW", kind=number(float, 0, max=0.9999))
+    beta2: float = training_option(0.95, "second beta of AdamW", kind=number(float, 0, max=0.9999))
+    weight_decay: float = training_option(5e-4, "weight decay of AdamW", kind=number(float, 0))
+    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def task_name(self) -> str:

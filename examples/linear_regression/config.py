@@ -7,7 +7,7 @@ from ddp.core.errors import UsageError
 from ddp.core.options import number, option
 from ddp.core.run_config import RunConfig, check_command_line
 
-data, training = (partial(option, section=section) for section in ("data", "training"))
+data_option, training_option = (partial(option, section=section) for section in ("data", "training"))
 
 
 # fmt: off
@@ -15,14 +15,14 @@ data, training = (partial(option, section=section) for section in ("data", "trai
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data("synthetic", "the points are made from --seed", choices=("synthetic",))
+    dataset: str = data_option("synthetic", "the points are made from --seed", choices=("synthetic",))
 
-    lr: float = training(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
-    momentum: float = training(0.9, "momentum of SGD", kind=number(float, 0, max=1))
-    weight_decay: float = training(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+    lr: float = training_option(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
+    momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
+    weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def task_name(self) -> str:

@@ -8,7 +8,9 @@ from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option, positive
 from ddp.core.run_config import RunConfig, check_command_line
 
-data, training, speed = (partial(option, section=section) for section in ("data", "training", "speed"))
+data_option, training_option, speed_option = (
+    partial(option, section=section) for section in ("data", "training", "speed")
+)
 
 
 # fmt: off
@@ -16,21 +18,21 @@ data, training, speed = (partial(option, section=section) for section in ("data"
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data("voc", "voc: PASCAL VOC 2012; synthetic: generated pictures, for tests", choices=("voc", "synthetic"))
-    data_dir: str = data("data", "directory of VOCdevkit; it is downloaded (2 GB) if it is missing", kind=directory, may_change_on_resume=True, per_process=True)
-    image_size: int | None = data(None, "height and width of the images, in pixels (default: 480; synthetic: 64)", kind=number(int, 8))
-    batch_size: int = data(4, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
+    dataset: str = data_option("voc", "voc: PASCAL VOC 2012; synthetic: generated pictures, for tests", choices=("voc", "synthetic"))
+    data_dir: str = data_option("data", "directory of VOCdevkit; it is downloaded (2 GB) if it is missing", kind=directory, may_change_on_resume=True, per_process=True)
+    image_size: int | None = data_option(None, "height and width of the images, in pixels (default: 480; synthetic: 64)", kind=number(int, 8))
+    batch_size: int = data_option(4, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
 
-    model: str = training("", "a segmentation model of torchvision (default: deeplabv3_resnet101; synthetic: lraspp_mobilenet_v3_large)")
-    epochs: int = training(50, "passes over the training data", kind=positive, may_change_on_resume=True)
-    lr: float = training(0.02, "peak learning rate of the head; the backbone's is a tenth of it", kind=number(float, 0, exclusive=True))
-    momentum: float = training(0.9, "momentum of SGD", kind=number(float, 0, max=1))
-    weight_decay: float = training(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training(False, "multiply --lr by global batch / 64 (linear scaling)")
+    model: str = training_option("", "a segmentation model of torchvision (default: deeplabv3_resnet101; synthetic: lraspp_mobilenet_v3_large)")
+    epochs: int = training_option(50, "passes over the training data", kind=positive, may_change_on_resume=True)
+    lr: float = training_option(0.02, "peak learning rate of the head; the backbone's is a tenth of it", kind=number(float, 0, exclusive=True))
+    momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
+    weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 
-    channels_last: bool = speed(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
+    channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
 # fmt: on
 
     def check(self) -> None:

@@ -1,9 +1,10 @@
 """The checkpoints of a run on disk, as rank 0 sees them: find the newest good one, write one, delete old ones.
 
-If power fails during a save, each of best.pt and step_N.pt is the old file, the new file, or absent, and never partial;
-best.pt may be newer than every step_N.pt; a *.tmp file may remain, which the next start deletes. The newest
---keep-checkpoints good files are there, because old ones are deleted last. The lines of metrics.jsonl that led to a
-checkpoint were synced before it; later lines are deleted when the run resumes.
+If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
+or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files from before are there,
+because old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of metrics.jsonl that
+led to a checkpoint were synced before it; a resumed run deletes later lines. status.json and config.json are not
+synced: they may be old or empty, and resuming does not read them.
 """
 
 import logging
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp.checkpoint import file
+from ddp.checkpoint import checkpoint_file
 from ddp.checkpoint.state import size_of
 from ddp.core.errors import CheckpointError
 from ddp.core.files import storage_errors
@@ -43,8 +44,8 @@ class CheckpointDirectory:
         from_path = resume not in ("auto", "never")
         if from_path and (evaluate or not self.paths()):
             try:
-                return Path(resume), file.read(Path(resume))
-            except file.InvalidCheckpoint as error:
+                return Path(resume), checkpoint_file.read(Path(resume))
+            except checkpoint_file.InvalidCheckpoint as error:
                 raise CheckpointError(f"{resume} cannot be used: {error}") from error
         path, content = self._newest()
         if from_path and content["started_from"] != os.path.realpath(resume):
@@ -57,10 +58,10 @@ class CheckpointDirectory:
         reasons = []
         for path in self.paths():
             try:
-                content = file.read(path)
+                content = checkpoint_file.read(path)
                 self.verified.add(path.name)
                 return path, content
-            except file.InvalidCheckpoint as error:
+            except checkpoint_file.InvalidCheckpoint as error:
                 reasons.append(f"{path.name}: {error}")
                 log.warning("warning: %s cannot be used: %s; trying the one before it", path, error)
         if reasons:
@@ -73,10 +74,10 @@ class CheckpointDirectory:
         path = self.path / f"step_{content['step']:08d}.pt"
         with storage_errors(path, needed=size_of(content) * (1 + best)):
             if best:  # first, so that no checkpoint ever names a better best.pt than there is
-                file.write(self.best_path, content)
-                file.copy(self.best_path, path)
+                checkpoint_file.write(self.best_path, content)
+                checkpoint_file.copy(self.best_path, path)
             else:
-                file.write(path, content)
+                checkpoint_file.write(path, content)
             self.verified.add(path.name)
             self._prune()
 
@@ -87,8 +88,8 @@ class CheckpointDirectory:
             if kept == self.keep:
                 path.unlink()
                 continue
-            with suppress(file.InvalidCheckpoint):
+            with suppress(checkpoint_file.InvalidCheckpoint):
                 if path.name not in self.verified:
-                    file.verify(path)
+                    checkpoint_file.verify(path)
                 self.verified.add(path.name)
                 kept += 1

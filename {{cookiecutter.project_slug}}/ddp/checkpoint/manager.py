@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp.checkpoint import compatibility, file
+from ddp.checkpoint import checkpoint_file, compatibility
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.checkpoint.state import digest, find_non_finite, snapshot
 from ddp.core.errors import CheckpointError, Diverged, UsageError
@@ -76,7 +76,7 @@ class CheckpointManager:
         self.writer = BackgroundWriter()
         self.last_step: int | None = None  # of the checkpoint that was loaded, or begun, last
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
-            "format": file.FORMAT,
+            "format": checkpoint_file.FORMAT,
             "sources": hash_source_files(),  # that this run has loaded; the files may be edited meanwhile
             "config": asdict(config),
             "world_size": ctx.world_size,

@@ -77,6 +77,7 @@ def option(
     """A dataclass field that is a command-line option."""
     if kind is None:
         assert default is not None, f"option({help!r}): pass kind=, since no type follows from the default None"
+        assert default is not True, f"option({help!r}): name the opposite, with the default False: a flag only sets"
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         kind = number(type(default), -HUGE) if is_number else name
     metadata = {"help": help, "kind": kind, "choices": tuple(choices), "section": section, "variable": variable}
@@ -111,13 +112,13 @@ class OptionParser(argparse.ArgumentParser):
             section, help, kind, choices = (item.metadata[key] for key in ("section", "help", "kind", "choices"))
             if section not in self.sections:
                 self.sections[section] = self.add_argument_group(section)
-            settings: dict[str, Any] = {"action": "store_true", "help": help}
+            settings: dict[str, Any] = {"action": "store_true"}
             if item.default is not False:
                 help += "" if item.default in (None, "") else f" (default: {item.default})"
                 help += f" [{item.metadata['variable']}]" if item.metadata["variable"] else ""
-                values = {"choices": choices} if choices else {"type": kind, "metavar": kind.__name__.upper()}
-                settings = {**values, "help": help.replace("%", "%%")}
-            self.sections[section].add_argument(flag_of(item.name), default=argparse.SUPPRESS, **settings)
+                settings = {"choices": choices} if choices else {"type": kind, "metavar": kind.__name__.upper()}
+            settings |= {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
+            self.sections[section].add_argument(flag_of(item.name), **settings)
 
 
 def with_hyphens(argument: str) -> str:

@@ -64,7 +64,7 @@ class NodeAgent:
         budget = RestartBudget(self.options.max_restarts)
         result = self._run_workers()
         while result.restartable and self.requests.first is None:
-            saved = self._saved_step() if result.saved_step is None else result.saved_step
+            saved = self._step_in_status() if result.saved_step is None else result.saved_step
             pause = budget.take(saved)
             if pause is None:
                 break
@@ -126,7 +126,7 @@ class NodeAgent:
 
     # ---- the record of the run --------------------------------------------------------------------------------------
 
-    def _saved_step(self) -> int | None:
+    def _step_in_status(self) -> int | None:
         """The step of the last checkpoint, if this node has the output directory."""
         saved = read_status(self.output_dir).get("saved")
         return saved if isinstance(saved, int) else None

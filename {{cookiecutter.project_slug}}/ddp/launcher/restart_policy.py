@@ -1,6 +1,6 @@
 """What follows from the end of a worker group: the exit code, and whether the job starts again. See the table GroupEnd.
 
-WorkerGroup.result (worker_group.py) picks the row of the table; NodeAgent.run (agent.py) restarts the job accordingly.
+WorkerGroup._group_end (worker_group.py) picks the row; NodeAgent.run (agent.py) restarts the job accordingly.
 
 A restart helps only after the loss of a process: exit code 8, a killed torchrun, or a failure that no worker explains.
 An error that main.py reports (1 to 7) would occur again, and 75 was asked for.
@@ -32,8 +32,9 @@ class GroupEnd(Enum):
     SUCCEEDED = RunResult(ExitCode.SUCCESS)
     # torchrun stops the workers that are left; none of them reports another error.
     WORKER_KILLED = RunResult(ExitCode.PEER_LOST, "a process was lost", restartable=True)
-    PEER_LOST = RunResult(ExitCode.PEER_LOST, restartable=True)  # a worker reports that another one is lost
-    WORKER_FAILED = RunResult(ExitCode.BUG)  # exit code and message are the worker's
+    LOSS_REPORTED = RunResult(ExitCode.PEER_LOST, restartable=True)  # a worker reports that another one is lost
+    # Exit code and message are the worker's. Also an orderly stop that only the workers know of.
+    WORKER_REPORTED = RunResult(ExitCode.BUG)
     STOPPED_EARLY = RunResult(ExitCode.STOPPED, "stopped before training began: nothing to save", reported=False)
     STOP_CUT_SHORT = RunResult(ExitCode.PEER_LOST, "the processes were killed before they had stopped", reported=False)
     TORCHRUN_KILLED = RunResult(ExitCode.PEER_LOST, "torchrun was killed", restartable=True, reported=False)

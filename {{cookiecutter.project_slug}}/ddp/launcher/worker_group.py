@@ -33,8 +33,8 @@ from ddp.core.source_hash import PROJECT_DIR
 from ddp.launcher.options import LaunchOptions
 from ddp.launcher.restart_policy import GroupEnd, RunResult
 
-# Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to torchrun.py.
-START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.torchrun import main; main()"
+# Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to run_torchrun.py.
+START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchrun import main; main()"
 # Options of torchrun, as variables: an old torchrun (2.8, 2.11) ignores those that it does not know. SIGHUP is not
 # there, for nohup. Slurm signals every process: torchrun would then kill workers that take more than 30 s to save.
 TORCHRUN_VARIABLES = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
@@ -145,29 +145,30 @@ class WorkerGroup:
 
     def result(self) -> RunResult:
         """How it ended, after all processes are gone."""
-        errors, end = self._errors(), self._how_it_ended()
+        errors, end = self._errors(), self._group_end()
         result = replace(end.value, saved_step=self._saved_step(), pids=self.pids())
-        if end in (GroupEnd.PEER_LOST, GroupEnd.WORKER_FAILED):
+        if end in (GroupEnd.LOSS_REPORTED, GroupEnd.WORKER_REPORTED):
             result.exit_code, result.message = errors[0]["exit_code"], errors[0]["message"]
         elif end is GroupEnd.UNEXPLAINED:
             result.exit_code = self.torchrun.returncode
         return result
 
-    def _how_it_ended(self) -> GroupEnd:
+    def _group_end(self) -> GroupEnd:
         """The first case that applies. restart_policy.py has what follows from it."""
-        torchrun, codes = self.torchrun.returncode, [error["exit_code"] for error in self._errors()]
+        # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
+        torchrun_code, codes = self.torchrun.returncode, [error["exit_code"] for error in self._errors()]
         # If a worker is killed, torchrun stops the others, and they exit with 75 as if the user had asked for that.
-        unasked_stops = not self.stop_requested and all(code == ExitCode.STOPPED for code in codes)
-        stopping = self.stop_requested or torchrun == ExitCode.STOPPED  # the latter if torchrun itself was signalled
+        only_stops = not self.stop_requested and all(code == ExitCode.STOPPED for code in codes)  # or no code at all
+        stopping = self.stop_requested or torchrun_code == ExitCode.STOPPED
         cases = (
             (len(self._read("done")) == self.nproc, GroupEnd.SUCCEEDED),  # whatever torchrun was asked meanwhile
-            (torchrun == ExitCode.PEER_LOST and unasked_stops, GroupEnd.WORKER_KILLED),
-            (torchrun != 0 and codes[:1] == [ExitCode.PEER_LOST], GroupEnd.PEER_LOST),
-            (torchrun != 0 and codes, GroupEnd.WORKER_FAILED),
-            (torchrun == 0 or self.torchrun_hung, GroupEnd.SUCCEEDED),
+            (torchrun_code == ExitCode.PEER_LOST and only_stops, GroupEnd.WORKER_KILLED),
+            (torchrun_code != 0 and codes[:1] == [ExitCode.PEER_LOST], GroupEnd.LOSS_REPORTED),
+            (torchrun_code != 0 and codes, GroupEnd.WORKER_REPORTED),
+            (torchrun_code == 0 or self.torchrun_hung, GroupEnd.SUCCEEDED),  # hung: after all workers were done
             (stopping and len(self.pids()) < self.nproc, GroupEnd.STOPPED_EARLY),
             (stopping, GroupEnd.STOP_CUT_SHORT),
-            (torchrun < 0, GroupEnd.TORCHRUN_KILLED),
+            (torchrun_code < 0, GroupEnd.TORCHRUN_KILLED),
             (True, GroupEnd.UNEXPLAINED),
         )
         return next(end for applies, end in cases if applies)

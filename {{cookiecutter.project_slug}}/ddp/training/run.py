@@ -99,7 +99,7 @@ class Run:
     # ---- stopping ---------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask all ranks to save and stop, like SIGTERM: within a second, at the end of a step. One rank is enough."""
+        """Ask all ranks to save and exit with 75, like SIGTERM: within a second, after a step. One rank is enough."""
         stop_signal.mark_requested(signal.SIGTERM)
 
     def should_stop(self, decision: StopDecision | None = None) -> bool:
@@ -158,7 +158,7 @@ class Run:
             log.info("already done; to train longer, raise --epochs or --max-steps; or choose another --output-dir")
 
     def finished(self) -> bool:
-        """Whether there is nothing left to train or to evaluate."""
+        """Whether --epochs or --max-steps are done, and evaluated: the run then ends with exit code 0."""
         enough = self.state.step >= self.max_steps and self.state.evaluated_step == self.state.step
         return enough or self.state.epoch >= self.config.epochs
 
@@ -219,7 +219,10 @@ class Run:
         log.info(f"{self._where(epoch)}  test   {format_metrics(metrics)}{best}")
 
     def end_epoch(self, metrics: Mapping[str, float], value: float, eval_loader: EvalLoader) -> None:
-        """After the evaluation at the end of an epoch or of --max-steps: log and save. `value`: higher is better."""
+        """After the evaluation at the end of an epoch or of --max-steps: log and save.
+
+        value: of metric_for_best_model. If it is the highest so far, this step's checkpoint becomes best.pt.
+        """
         state = self.state
         if state.best is None or math.isnan(state.best) or value > state.best:  # any number is better than a first NaN
             state.best, state.best_step = float(value), state.step
