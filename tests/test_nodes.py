@@ -132,7 +132,7 @@ def torchrun_of(project: Path) -> int:
     marker = os.fsencode(project)
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         words = _read(path).split(b"\0")
-        if marker in words and any(b"ddp.launcher.torchrun" in word for word in words):
+        if marker in words and any(b"ddp.launcher.run_torchrun" in word for word in words):
             return int(path.parent.name)
     raise AssertionError("no torchrun")
 
@@ -178,7 +178,7 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
     two: list[Machine], project: Path
 ) -> None:
     """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
-    replace(project / "ddp" / "launcher" / "rendezvous_client.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
+    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
     serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); held, end = [], time.time() + 5\n"
     serve += "while (left := end - time.time()) > 0:\n s.settimeout(left)\n try: held.append(s.accept()[0])\n"
     serve += " except TimeoutError: pass"
@@ -193,7 +193,7 @@ def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
 
 @fault(25)
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
-    replace(project / "ddp" / "launcher" / "rendezvous_client.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
+    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
     serve = "import socket; s = socket.create_server(('', 29500)); print('up')\n"
     serve += "while True: s.accept()[0].sendall(b'SSH-2.0-OpenSSH\\r\\n')"
     two[0].start(sys.executable, "-c", serve).until("up")

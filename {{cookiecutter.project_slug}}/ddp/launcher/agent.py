@@ -19,8 +19,7 @@ from ddp.core.signals import SignalHandler, is_alive
 from ddp.core.status import correct_status, read_status
 from ddp.launcher.node_info import describe_node, print_table, visible_gpus
 from ddp.launcher.options import LaunchOptions
-from ddp.launcher.rendezvous_client import Endpoint
-from ddp.launcher.rendezvous_server import join_nodes
+from ddp.launcher.rendezvous import Endpoint, join_nodes
 from ddp.launcher.restart_policy import RestartBudget, RunResult
 from ddp.launcher.worker_group import WORKER_POLL_INTERVAL_S, WorkerGroup
 

@@ -26,6 +26,7 @@ MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and c
 LOW_DISK_GB = 5.0
 NVIDIA_SMI_TIMEOUT_S = 60.0
 BASIC_OPTIONS = ("check", "nnodes", "nproc_per_node")  # where these differ, not even --check makes sense
+NUMBERS = ("disk", "clock", "offset")  # facts; all others are text. Another version's node may lack some
 COLUMNS = ("node", "host", "address", "Python", "torch", "NCCL", "GPUs", "disk", "dataset", "clock", "code")
 
 
@@ -39,22 +40,52 @@ class NodeInfo:
     facts: dict[str, Any]  # for the table; empty without --check
     address: str = ""  # as node 0 sees it
 
+    def __str__(self) -> str:
+        return f"node {self.node_rank} ({self.host}, {self.address})"
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, line: bytes) -> "NodeInfo | None":
-        """None for anything that another program sends."""
+        """None for anything that another program sends. Facts that a table cannot show are left out."""
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             sent = json.loads(line)
-            info = cls(sent["node_rank"], sent.get("host", "?"), sent["shared"], sent.get("facts", {}))
-            if isinstance(info.node_rank, int) and isinstance(info.shared, dict) and isinstance(info.facts, dict):
-                return info
+            rank, host, shared = sent["node_rank"], sent.get("host", "?"), sent["shared"]
+            facts = {name: value for name, value in sent.get("facts", {}).items() if _can_be_shown(name, value)}
+            if type(rank) is int and rank >= 0 and _is_text(host) and isinstance(shared, dict):
+                if "clock" in facts:
+                    facts["offset"] = facts["clock"] - time.time()
+                return cls(rank, host, shared, facts)
         return None
+
+    def fits_in_one_table(self, other: "NodeInfo") -> bool:
+        """Whether --check can show both nodes, however else they differ."""
+        return all(self.shared.get(flag) == other.shared.get(flag) for flag in map(flag_of, BASIC_OPTIONS))
+
+    def differences(self, other: "NodeInfo") -> str:
+        """What another node would run that this one would not, and what to do; empty if there is nothing."""
+        ours, theirs = self.shared, other.shared
+        found = [
+            f"{name} differs" if name.startswith("the file ") else f"{name} is {ours.get(name)} and {theirs.get(name)}"
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
+        ]
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        remedy = "Start all nodes with the same options, code and versions"
+        return f"{self} and {other} do not agree: {'; '.join(found[:3])}{more}. {remedy}" if found else ""
 
     def add_network_facts(self, address: str) -> None:
         """Add what only a connection shows: this node's own address there, and its clock."""
         self.facts |= {"address": f"{address} {interface_of(address) or '?'}", "clock": time.time(), "offset": 0.0}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()  # a lone surrogate, which json allows, is not
+
+
+def _can_be_shown(name: str, value: Any) -> bool:
+    return isinstance(value, float) if name in NUMBERS else _is_text(value)
 
 
 def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
@@ -113,20 +144,20 @@ def print_table(nodes: Sequence[NodeInfo]) -> None:
 
 
 def _row(node: NodeInfo) -> tuple[str, ...]:
-    disk = node.facts.get("disk")
+    disk, offset = node.facts.get("disk"), node.facts.get("offset")
     cells = {"node": node.node_rank, "host": node.host, **node.facts}
     cells["disk"] = f"{disk:,.0f} GB free" if disk is not None else "?"
-    cells["clock"] = f"{round(node.facts['offset'], 2) + 0.0:+.2f} s" if node.node_rank else "0"
-    return tuple(str(cells.get(column, "?")) for column in COLUMNS)  # another version may lack some
+    cells["clock"] = "0" if node.node_rank == 0 else f"{round(offset, 2) + 0.0:+.2f} s" if offset is not None else "?"
+    return tuple(str(cells.get(column, "?")) for column in COLUMNS)
 
 
 def _warnings(first: NodeInfo, node: NodeInfo) -> list[str]:
     """Differences from node 0, and limits, that are allowed but rarely intended."""
-    found, offset, disk = [], node.facts["offset"], node.facts.get("disk")
+    found, offset, disk = [], node.facts.get("offset"), node.facts.get("disk")
     gpus, others = first.facts.get("GPUs"), node.facts.get("GPUs")
-    if gpus != others:
+    if others is not None and gpus != others:
         found.append(f"{first.host} has {gpus}, {node.host} has {others}: the slowest decides")
-    if abs(offset) > MAX_CLOCK_OFFSET_S:
+    if offset is not None and abs(offset) > MAX_CLOCK_OFFSET_S:
         found.append(f"the clock of {node.host} is {offset:+.0f} s off that of {first.host}")
     if disk is not None and disk < LOW_DISK_GB:
         found.append(f"{node.host} has only {disk:.1f} GB of disk left for --output-dir")

@@ -1,0 +1,236 @@
+"""Node 0 while it waits for the others: whoever else connects, and whatever it sends, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from template_copy import TEMPLATE
+
+from ddp.core.errors import UserError
+from ddp.core.network import listen
+from ddp.launcher import rendezvous
+from ddp.launcher.node_info import NodeInfo
+from ddp.launcher.rendezvous import GREETING, MAX_INFO_BYTES, ConfigMismatch, Endpoint, join_nodes
+from faults import fault
+from machines import Program
+
+RESET = struct.pack("ii", 1, 0)  # with SO_LINGER, close() resets the connection
+SHARED = {"--check": False, "--nnodes": 3, "--nproc-per-node": 1}
+FACTS = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "synthetic", "disk": 50.0, "code": "1"}
+
+
+def free_endpoint() -> Endpoint:
+    with socket.create_server(("", 0)) as probe:
+        return Endpoint("127.0.0.1", probe.getsockname()[1], 20.0)
+
+
+def node_info(rank: int, **shared: Any) -> NodeInfo:
+    return NodeInfo(rank, f"gpu{rank + 1}", {**SHARED, **shared}, {})
+
+
+def in_thread(call: Callable[..., str], *arguments: Any) -> Future[str]:
+    """Its result, or what it raises."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def connect(endpoint: Endpoint) -> socket.socket:
+    """A connection to node 0, which may still be on its way to listen."""
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((endpoint.host, endpoint.port), 10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def line(**changes: Any) -> bytes:
+    """What a node sends, but for some changes."""
+    sent = {"node_rank": 1, "host": "stranger", "shared": SHARED, "facts": {}, "address": "", **changes}
+    return json.dumps(sent).encode() + b"\n"
+
+
+def try_to_send(connection: socket.socket, data: bytes) -> None:
+    with suppress(ConnectionError):  # who sends too much is sent away
+        connection.sendall(data)
+
+
+SENT = {
+    "nothing": b"",
+    "text": b"hello\n",
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "binary": bytes(range(256)) * 50,
+    "invalid UTF-8": b'"\xff"\n',
+    "no newline": line()[:-1],
+    "nested": b"[" * 100_000 + b"\n",
+    "too long": b" " * (MAX_INFO_BYTES + 1) + line(),
+    "too long, no newline": b"x" * (3 * MAX_INFO_BYTES),
+    "list": b"[1]\n",
+    "number": b"7\n",
+    "long number": b"9" * 10_000 + b"\n",
+    "null": b"null\n",
+    "only a rank": b'{"node_rank": 1}\n',
+    "rank is a bool": line(node_rank=True),
+    "rank is negative": line(node_rank=-1),
+    "rank is a float": line(node_rank=1.0),
+    "rank is a list": line(node_rank=[1]),
+    "shared is a list": line(shared=[]),
+    "shared is null": line(shared=None),
+    "facts is a list": line(facts=[1]),
+    "facts is null": line(facts=None),
+    "host is a number": line(host=1),
+    "host is no text": line(host="\ud800"),
+    "host has two lines": line(host="a\nb"),
+}
+
+
+@fault(27)
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
+    sent: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """However its connection ends. Afterwards the port is free."""
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    stays, closes, resets = (connect(endpoint) for _ in range(3))
+    for stranger in (stays, closes, resets):
+        assert stranger.recv(100) == GREETING
+        try_to_send(stranger, sent)
+    closes.close()
+    resets.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    resets.close()
+    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == ["127.0.0.1"] * 3
+    listen(endpoint.port).close()
+    stays.close()
+    assert capfd.readouterr() == ("", "") and caplog.records == []
+
+
+@fault(27)
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the greeting"])
+@pytest.mark.parametrize("sent", [b"", line()[:20], line()], ids=["nothing", "half a line", "a line"])
+def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
+    sent: bytes, waits: bool, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a whole line, node 0 can read it, but the connection has no other end anymore."""
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    for _ in range(30):
+        with connect(endpoint) as stranger:
+            if waits:
+                assert stranger.recv(100) == GREETING
+            try_to_send(stranger, sent)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == ["127.0.0.1"] * 3
+    assert capfd.readouterr() == ("", "") and caplog.records == []
+
+
+@fault(27)
+def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not() -> None:
+    endpoint = free_endpoint()
+    first = in_thread(join_nodes, node_info(0), endpoint)
+    silent, waiting = connect(endpoint), connect(endpoint)
+    waiting.sendall(line())
+    assert silent.recv(100) == waiting.recv(100) == GREETING
+    start = time.monotonic()
+    assert silent.recv(1) == b"" and 2 < time.monotonic() - start < 6
+    second = in_thread(join_nodes, node_info(2), endpoint)
+    assert json.loads(waiting.recv(100)) == {"start": True}
+    assert first.result(10) == second.result(10) == "127.0.0.1"
+
+
+@fault(27)
+@pytest.mark.parametrize(
+    "facts, shown",
+    [
+        ({}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
+        ({"torch": "9", "new": 1}, "1  stranger  ?  ?  9  ?  ?  ?  ?  ?  ?"),
+        ({"clock": None, "disk": True}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
+        ({"clock": "noon", "disk": [1], "GPUs": 3}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
+        ({"clock": 10**400, "code": "\ud800", "offset": {}}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
+        ({"clock": float("nan"), "disk": float("inf")}, "1  stranger  ?  ?  ?  ?  ?  inf GB free  ?  +nan s  ?"),
+    ],
+)
+def test_facts_that_are_missing_or_wrong_are_shown_as_unknown(
+    facts: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A node of another version may send others."""
+    endpoint, shared = free_endpoint(), {**SHARED, "--check": True, "--nnodes": 2}
+    first = in_thread(join_nodes, NodeInfo(0, "gpu1", shared, dict(FACTS)), endpoint)
+    with connect(endpoint) as other:
+        other.sendall(line(shared=shared, facts=facts))
+        assert other.makefile("rb").readlines() == [GREETING, b'{"start": true}\n']
+    assert first.result(10) == "127.0.0.1"
+    table, errors = capfd.readouterr()
+    assert errors == "" and table.splitlines()[2].split() == shown.split(), table
+    assert "warning: " not in table
+
+
+@fault(27)
+def test_a_node_with_another_number_of_nodes_is_refused_whatever_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    nodes += [in_thread(join_nodes, node_info(rank, **{"--nnodes": 9}), endpoint) for rank in (8, 7)]
+    with pytest.raises(ConfigMismatch, match=r"--nnodes is 3 and 9\. Start all"):
+        nodes[0].result(15)
+    for node in nodes[1:]:
+        with pytest.raises(UserError, match=r"--nnodes is 3 and 9\. Start all"):
+            node.result(1)
+
+
+@fault(27)
+def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen_with_a_small_buffer(port: int) -> socket.socket:
+        listener = listen(port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(rendezvous, "listen", listen_with_a_small_buffer)
+    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    with connect(endpoint) as deaf:
+        deaf.sendall(line(node_rank=2, shared={**SHARED, "x": "y" * (MAX_INFO_BYTES - 300)}))
+        nodes += [in_thread(join_nodes, node_info(1), endpoint)]
+        for node in nodes:
+            with pytest.raises(UserError, match=r"x is None and y{10000}.* Start all nodes with the same options"):
+                node.result(20)
+
+
+@fault(9)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, tmp_path: Path) -> None:
+    endpoint = free_endpoint()
+    options = ["--nnodes", 3, "--master-addr", "127.0.0.1", "--master-port", endpoint.port, "--node-rank"]
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONASYNCIODEBUG": "1"}
+    command = ["bash", TEMPLATE / "launch_node.sh", *options]
+    nodes = [Program([*command, rank, "--", "--output-dir", tmp_path], variables) for rank in (0, 1)]
+    assert nodes[0].until("waiting for node").startswith("node 0: waiting for node 2 at port"), "node 1 has joined"
+    nodes[0].signal(getattr(signal, name))
+    assert [node.wait(5) for node in nodes] == [75, 75]
+    for node in nodes:
+        last = node.output().splitlines()[1 if node is nodes[0] else 0 :]
+        assert last == [f"stopped by {name} before training began: nothing to save"]
