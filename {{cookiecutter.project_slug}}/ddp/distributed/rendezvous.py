@@ -21,7 +21,7 @@ from ddp.distributed.rank_env import RankEnv
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
-NOTICE_AFTER_S = 5.0  # a process that waits longer prints for whom
+NOTICE_AFTER_S = 5.0  # a process that waits longer prints which ranks are missing
 EARLY_TIMEOUT_S = 3.0  # how long a rank that fails before it joins tries to tell the others
 
 

@@ -70,7 +70,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
 
 def _set_up_logging(rank: int) -> None:
     """One logger that every rank may call: rank 0 prints everything, the others warnings, with their rank."""
-    tqdm.set_lock(threading.RLock())  # tqdm's default is a system-wide semaphore, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system-wide semaphore, which outlives a killed process
     handler = _ConsoleHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -186,7 +186,7 @@ class RendezvousServer:
 
     @_signals_deferred()
     def _serve_connections(self) -> None:
-        if self.server is None:  # not in __init__: if a signal ends that, nobody calls `close`
+        if self.server is None:  # not in __init__: after a signal there, `close` would not be called
             start = asyncio.start_server(self._serve, sock=self.listener, limit=MAX_INFO_BYTES, backlog=1024)
             self.server = self.loop.run_until_complete(start)
         self.loop.run_until_complete(asyncio.sleep(WAKE_INTERVAL_S))
