@@ -46,6 +46,7 @@ FAULTS = {
     34: "WORLD_SIZE is not NNODES x NPROC",
     35: "BatchNorm model evaluated through the DDP wrapper with uneven ranks",
     36: "BatchNorm running statistics drift between ranks",
+    40: "evaluated state that is not loaded, random numbers that do not follow the sample, a stream read by index",
 }
 # The parts of these rows that the tests cannot show without the hardware.
 NOT_SHOWN = {30: "real GPUs: the tests make up what the ranks report", 15: "a hang inside of NCCL"}

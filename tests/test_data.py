@@ -20,7 +20,7 @@ import tarfile
 import textwrap
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -993,9 +993,9 @@ class Sum(nn.Module):
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(3))
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        assert all(name.startswith("line ") for name in batch.get("source", []))
-        return (self.weights * batch["text"] * batch["mask"]).sum(1)
+    def forward(self, text: Tensor, mask: Tensor, source: Sequence[str] = ()) -> Tensor:
+        assert all(name.startswith("line ") for name in source)
+        return (self.weights * text * mask).sum(1)
 
 
 class TokensInChunks(WholeTokens):
@@ -1009,7 +1009,9 @@ class TokensInChunks(WholeTokens):
 
 
 @pytest.mark.parametrize("kind", [Tokens, WholeTokens, TokensInChunks])
-def test_inputs_may_be_a_dictionary(kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dictionary_of_inputs_becomes_keyword_arguments(
+    kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
         correct = ((outputs - targets).abs() < 1).sum()
         return {"loss": loss.detach() * len(targets), "count": len(targets), "correct": correct}
@@ -1207,9 +1209,13 @@ def test_a_batch_is_read_moved_augmented_prepared_and_split() -> None:
         return found
 
     (found,) = by_rank(1, traced)
-    train_step = [("read", 2), "move", ("augment", 3), "prepare", 2]
-    eval_step = [("read", 2), "move", "prepare", 2]
-    chunks = [("read", 4), "move", ("augment", 3), "prepare", 2], [("read", 4), "move", "prepare", 4]
+    twice = [("read", 1), ("read", 1)]  # to see whether it returns the same
+    train_step = [("read", 2), *twice, "move", ("augment", 3), "prepare", 2]
+    eval_step = [("read", 2), *twice, "move", "prepare", 2]
+    chunks = (
+        [("read", 4), *twice, "move", ("augment", 3), "prepare", 2],
+        [("read", 4), *twice, "move", "prepare", 4],
+    )
     assert found == [train_step, eval_step, train_step, eval_step, *chunks]
 
 
@@ -1403,7 +1409,7 @@ def test_evaluation_takes_images_in_memory_as_they_are_made_many_at_once() -> No
         return [len(targets) for _, targets in EvalLoader(dataset, config, ctx)], [len(t) for _, t in training]
 
     assert by_rank(1, sizes) == [([256, 256, 88], [16])]
-    assert by_rank(2, sizes) == [([256, 44], [16])] * 2
+    assert by_rank(2, sizes) == [([256, 88], [16]), ([256], [16])], "the same batches, which the ranks share"
 
 
 def test_a_stop_is_raised_in_an_evaluation_on_every_rank_after_the_same_batch() -> None:

@@ -143,7 +143,7 @@ def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, 
 def test_the_code_has_what_the_pages_name(page: str) -> None:
     """Files, and names such as `Schedule.factor` or `run.request_stop()`; but no names that an example adds."""
     sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATE.rglob("*.py"))
-    words = {*re.findall(r"\w+", sources), "Dockerfile", "pyproject", "toml", "smoothing", "ema"}
+    words = {*re.findall(r"\w+", sources), "Dockerfile", "pyproject", "toml", "smoothing"}
     prose = re.sub(r"```.*?```", "", (TEMPLATE / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     codes = re.findall(r"`([^`\n]+)`", prose)
     files = {code for code in codes if re.fullmatch(r"[\w/]+\.(py|sh|md|yaml|sbatch)", code)} - {"try.py"}
@@ -239,9 +239,9 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a third convolution, and the option and the EMA of the README; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
     (option,) = re.findall(r"^    (smoothing: .*)", README, re.MULTILINE)
-    (make,) = re.findall(r"^    (ema = .*?)  +# after model.to\(ctx.device\)", README, re.MULTILINE)
-    (argument,) = re.findall(r"^    (ema=\S+)  +# one more argument of run.resume", README, re.MULTILINE)
-    (update,) = re.findall(r"^    (ema\.update\S*)  +# after scaler.update\(\)", README, re.MULTILINE)
+    step = "                scaler.update()\n"
+    make = "average = torch.optim.swa_utils.AveragedModel(model)"
+    (argument,) = re.findall(r"^    run\.resume\(train_loader, \.\.\., (.*)\)$", README, re.MULTILINE)
     (loop,) = re.findall(r"^    (while not run.finished\(\) and .*)", README, re.MULTILINE)
     (finished,) = re.findall(
         r"^        while not run.finished\(\):.*\n", (project / "main.py").read_text(), re.MULTILINE
@@ -249,10 +249,10 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     edits = {
         "config.py": {"    lr: float = ": f"    {option}\n    lr: float = "},
         "main.py": {
-            "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
-            "meter=meter)": f"meter=meter, {argument})",
             finished: f"        {loop}\n",
-            "                scaler.update()\n": f"                scaler.update()\n                {update}\n",
+            "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
+            "ema=ema)": f"ema=ema, {argument})",
+            step: f"{step}                average.update_parameters(model)\n",
         },
         "model.py": {
             "        self.pool = ": "        self.conv3 = nn.Conv2d(16, 16, 3, padding=1)\n        self.pool = ",
@@ -266,7 +266,7 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (edited / name).write_text(text)
-    said = run(f"python main.py --nproc 2 --smoothing 0.5 --log-every 1 {TINY}cifar10-ToyModel", edited)
+    said = run(f"python main.py --nproc 2 --smoothing 0.5 --ema 0.5 --log-every 1 {TINY}cifar10-ToyModel", edited)
     assert "ToyModel, 64,326 weights" in said, "2,320 more than without conv3"
     return edited
 
@@ -277,12 +277,12 @@ def test_an_option_is_added_by_the_line_of_the_readme(edited: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_average_that_the_readme_adds(edited: Path) -> None:
+def test_a_checkpoint_holds_the_state_that_is_passed_as_the_readme_says(edited: Path) -> None:
     checkpoint = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)
-    assert checkpoint["ema"]["n_averaged"] == 2, "the number of steps"
-    average, weights = (checkpoint[name] for name in ("ema", "model"))
+    assert checkpoint["average"]["n_averaged"] == 2, "the number of steps"
+    average, weights = (checkpoint[name] for name in ("average", "model"))
     assert not torch.equal(average["module.conv3.weight"], weights["conv3.weight"])
-    said = run(f"python main.py --nproc 2 --smoothing 0.5 {TINY}cifar10-ToyModel --max-steps 3", edited)
+    said = run(f"python main.py --nproc 2 --smoothing 0.5 --ema 0.5 {TINY}cifar10-ToyModel --max-steps 3", edited)
     assert "resuming from" in said
 
 
@@ -302,7 +302,9 @@ def test_a_run_stops_early_by_the_line_of_the_readme(edited: Path) -> None:
 @pytest.mark.slow
 def test_the_best_weights_are_loaded_by_the_lines_of_the_readme(edited: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    weights = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)["model"]
+    checkpoint = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)
+    weights = checkpoint["ema"]
+    assert not torch.equal(weights["conv3.bias"], checkpoint["model"]["conv3.bias"])
     show = "print(model.conv3.bias.tolist(), model.training)"
     done = subprocess.run(
         [sys.executable, "-c", block + show], cwd=edited, capture_output=True, text=True, check=True, timeout=60

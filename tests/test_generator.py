@@ -571,7 +571,7 @@ def test_the_launcher_uses_the_active_environment_or_the_one_of_the_project(
     """Also under `uv run`, which activates the project's own. An invalid option ends it before it needs torch."""
     project = render(source, tmp_path)
     text = (project / "config.py").read_text(encoding="utf-8")
-    start = "from __future__ import annotations\n"
+    start = "from dataclasses import dataclass\n"
     assert text.count(start) == 1
     (project / "config.py").write_text(
         text.replace(start, f"{start}\nimport sys\n\nprint(sys.prefix)\n"), encoding="utf-8"

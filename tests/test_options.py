@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils import tensorboard  # noqa: F401  for the same reason
-from torch.utils.data import get_worker_info
+from torch.utils.data import TensorDataset, get_worker_info
 
 import data
 import main
@@ -160,6 +160,7 @@ VALUES: dict[str, str | None] = {
     **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
     **dict(cache="other_where/in_there"),
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
+    **dict(ema="0.99"),
     **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
     **dict(precision="bf16", compile=None, channels_last=None, sync_bn=None, comm_hook="powersgd", profile=None),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
@@ -191,9 +192,30 @@ def test_values_keep_their_underscores_and_hyphens() -> None:
 
 def test_the_defaults_are_those_of_the_dataclass() -> None:
     defaults = {name: item.default for name, item in OPTIONS.items()}
-    defaults["output_dir"] = "runs/cifar10-ToyModel"
     assert asdict(Config.parse([])) == defaults
-    assert Config.parse(["--dataset=synthetic", "--model=resnet18"]).output_dir == "runs/synthetic-resnet18"
+
+
+@pytest.mark.parametrize(
+    ("words", "edited", "folder"),
+    [
+        ([], False, "runs/synthetic-ToyModel"),
+        (["--model=resnet18"], False, "runs/synthetic-resnet18"),
+        ([], True, "runs/my-numbers-Sequential"),
+    ],
+)
+def test_the_default_output_dir_is_named_after_what_was_built(
+    words: list[str], edited: bool, folder: str, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the defaults of options that an owner's load_datasets and build_model do not read."""
+    if edited:
+        datasets = [TensorDataset(torch.randn(64, 2), torch.zeros(64, dtype=torch.long)) for _ in range(2)]
+        datasets[0].name = "my numbers"  # type: ignore[attr-defined]
+        monkeypatch.setattr(main, "load_datasets", lambda config: datasets)
+        monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Sequential(nn.Linear(2, 2)))
+    monkeypatch.chdir(tmp_path)
+    output = train(1, *words, "--dataset=synthetic", "--device=cpu", "--batch-size=8", "--max-steps=1")
+    assert f"a new run, in {folder}\n" in output and list(tmp_path.glob("*/*")) == [tmp_path / folder]
+    assert ("my numbers: 64 training samples" in output) == edited
 
 
 def test_the_last_of_two_values_counts() -> None:
@@ -223,6 +245,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--lr fast", ["--lr", "'fast'", "must be a number > 0"]),
     ("--momentum 1.1", ["--momentum", "'1.1'", "must be a number >= 0 and <= 1"]),
     ("--weight-decay -0.1", ["--weight-decay", "'-0.1'", "must be a number >= 0"]),
+    ("--ema 1.5", ["--ema", "'1.5'", "must be a number >= 0 and <= 1"]),
     ("--lr-schedule linear", ["--lr-schedule", "'linear'", "cosine", "constant"]),
     ("--warmup-epochs -1", ["--warmup-epochs", "'-1'", "must be a number >= 0"]),
     ("--warmup-epochs 11 --epochs 10", ["--warmup-epochs 11", "--epochs 10"]),
@@ -395,7 +418,7 @@ def test_help_shows_every_default_and_every_choice(help_text: str) -> None:
         words = " ".join(part.split())
         assert words.startswith("--" + item.name.replace("_", "-"))
         if item.default is not None and item.default is not False:
-            default = "runs/ and the name of the task" if item.name == "output_dir" else item.default
+            default = "runs/DATA-MODEL" if item.name == "output_dir" else item.default
             assert f"(default: {default})" in words
         for choice in item.metadata["choices"]:
             assert choice in words
@@ -562,6 +585,14 @@ def test_the_gradient_is_clipped_to_its_norm_after_unscaling(tmp_path: Path, sma
     assert (outcome.weights() - first_weights()).norm().item() == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
+@shows("ema")
+def test_an_average_of_the_weights_is_kept(tmp_path: Path, small: None) -> None:
+    """After one step: three quarters of the first weights, and a quarter of the new ones."""
+    content = run(tmp_path, *ONE_STEP, "--ema", 0.75).checkpoint()
+    assert close(flat(content["ema"]), 0.75 * first_weights() + 0.25 * flat(content["model"]))
+    assert not torch.equal(flat(content["ema"]), flat(content["model"]))
+
+
 @shows("lr_schedule")
 def test_after_the_warm_up_the_learning_rate_follows_a_cosine_or_is_constant(tmp_path: Path, small: None) -> None:
     options = ("--epochs", 1, "--warmup-epochs", 0, "--lr", 0.5, "--log-every", 1)
@@ -724,7 +755,9 @@ class TwoWays(nn.Module):
         self.compiled = nn.Linear(3 * 32 * 32, 10, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return (self.compiled if torch.compiler.is_compiling() else self.interpreted)(images.flatten(1))
+        compiling = torch.compiler.is_compiling()
+        used, other = (self.compiled, self.interpreted) if compiling else (self.interpreted, self.compiled)
+        return used(images.flatten(1)) + 0 * other.weight.sum()  # each weight needs a gradient
 
 
 @pytest.mark.slow
@@ -737,7 +770,7 @@ def test_compile_keeps_the_names_of_the_weights(
         pytest.skip("--compile on the CPU needs g++, which is not installed here")
     monkeypatch.setattr(main, "build_model", lambda config, train_set: TwoWays())
     with torch._inductor.config.patch(compile_threads=1):  # a pool of compilers would outlive the rank
-        after = run(tmp_path, *ONE_STEP, *options).checkpoint()["model"]
+        after = run(tmp_path, *ONE_STEP, "--weight-decay", 0, *options).checkpoint()["model"]
     with torch.random.fork_rng():
         seed_everything(0)
         before = TwoWays().state_dict()

@@ -52,6 +52,7 @@ from config import Config
 from data import load_datasets
 from ddp.core.errors import UsageError
 from ddp.core.options import OptionParser, number, positive
+from ddp.data.dataset import check_datasets
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, available_cores, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv, find_rank_env
@@ -59,7 +60,7 @@ from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tree import map_tensors
 from ddp.entrypoint.launch import run, run_and_exit
 from ddp.training.wrapping import accumulate, autocast, check_model, make_deterministic, model_name, wrap_model
-from model import build_model, build_optimizer, compute_loss
+from model import build_model, build_optimizer, compute_loss, forward
 
 MAX_ON_CPU = 8  # processes, unless --nproc asks for more
 WARM_UP_STEPS = 5  # unless one takes longer than --seconds; libraries choose their algorithms in them
@@ -81,7 +82,10 @@ class Task:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
         self.segmentation = self.architecture.startswith(SEGMENTATION)
-        self.train_set = None if self.segmentation else load_datasets(config)[0]
+        self.train_set = None
+        if not self.segmentation:
+            self.train_set, test_set = load_datasets(config)
+            check_datasets(self.train_set, test_set)
         seed_everything(config.seed)
         self.model = self._build()  # on the CPU; the same on every rank
         self.image: torch.Size | None = None  # height and width of the inputs, if they are images
@@ -107,6 +111,10 @@ class Task:
         if self.segmentation:
             return F.cross_entropy(outputs["out"], targets)
         return compute_loss(outputs, targets, self.config)
+
+    def forward(self, model: Any, inputs: Any, targets: Any) -> Any:
+        """The outputs of `model`, or of its wrapper."""
+        return model(inputs) if self.segmentation else forward(model, inputs, targets)
 
     def batches(self, ctx: DistContext) -> Iterator[Any]:
         """Batches (inputs, targets) on the device, without end: of the real data, or random ones for segmentation."""
@@ -134,7 +142,7 @@ class Trainer:
         inputs, targets = batch
         with accumulate(self.trained, last=all_reduce):
             with autocast(self.config, self.ctx):
-                loss = self.task.loss(self.trained(inputs), targets)
+                loss = self.task.loss(self.task.forward(self.trained, inputs, targets), targets)
             self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -185,6 +193,10 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     inputs = resident[0]
     task.image = inputs.shape[2:] if isinstance(inputs, Tensor) and inputs.dim() == 4 else None
     gpus = torch.cuda.device_count() if ctx.device.type == "cuda" else 0
+    tensors: list[Tensor] = []
+    map_tensors(resident, tensors.append)
+    # Lists of samples of different sizes cannot be divided, nor repeated.
+    has_rows = all(tensor.dim() > 0 and len(tensor) == config.batch_size for tensor in tensors)
 
     def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
         return Row(kind, processes, batch, speed)
@@ -193,7 +205,7 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
         alone = Trainer(task, ctx, partial(_compiled, config))
         yield row(ONE, alone.speed(itertools.repeat(resident), seconds))
         del alone
-    if world_size == 1 and gpus > 1:
+    if world_size == 1 and gpus > 1 and has_rows:
         parallel = Trainer(task, ctx, nn.DataParallel)
         everything = map_tensors(resident, lambda part: torch.cat([part] * gpus))  # DataParallel splits it again
         yield row(PARALLEL, gpus * parallel.speed(itertools.repeat(everything), seconds), gpus)
@@ -204,7 +216,7 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     if not task.segmentation:
         yield row(DATA, trainer.speed(batches, seconds))
     share = config.batch_size // world_size
-    if world_size > 1 and share > 1:  # BatchNorm refuses a single sample
+    if world_size > 1 and share > 1 and has_rows:  # BatchNorm refuses a single sample
         part = map_tensors(resident, lambda part: part[:share])
         yield row(STRONG, trainer.speed(itertools.repeat(part), seconds) * share / config.batch_size, batch=share)
 

@@ -42,10 +42,6 @@ class Config(RunConfig):
     channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
 # fmt: on
 
-    def task_name(self) -> str:
-        """Names the default output directory: runs/TASK_NAME."""
-        return f"{self.dataset}-{self.model}"
-
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
         folders = {"cifar10": "cifar-10-batches-py", "imagefolder": "train"}

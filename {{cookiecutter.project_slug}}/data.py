@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from config import Config
 from ddp.core.errors import SetupError
 from ddp.data.download import downloading
-from ddp.data.images import ImageFiles, ImagesInMemory, ImageTransforms, decode_once
+from ddp.data.images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once
 from ddp.distributed.seeds import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
@@ -44,9 +44,7 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     """
     load = {"cifar10": cifar10, "synthetic": synthetic, "imagefolder": imagefolder}[config.dataset]
     train_set, test_set = load(config)
-    for part, dataset in (("training", train_set), ("test", test_set)):
-        if len(dataset) == 0:  # type: ignore[arg-type]
-            raise SetupError(f"there are no {part} images in {config.data_dir}")
+    train_set.name = config.dataset  # for the log, and for the default --output-dir
     return train_set, test_set
 
 
@@ -63,7 +61,7 @@ def build_transforms(config: Config) -> ImageTransforms:
     )
 
 
-def cifar10(config: Config) -> tuple[Dataset, Dataset]:
+def cifar10(config: Config) -> tuple[ImageDataset, ImageDataset]:
     """CIFAR-10, held in memory as uint8. It is downloaded once per machine."""
     from torchvision.datasets import CIFAR10  # slow, and only needed here
     from torchvision.datasets.utils import download_and_extract_archive
@@ -89,7 +87,7 @@ def cifar10(config: Config) -> tuple[Dataset, Dataset]:
     return train_set, test_set
 
 
-def synthetic(config: Config) -> tuple[Dataset, Dataset]:
+def synthetic(config: Config) -> tuple[ImageDataset, ImageDataset]:
     """Made from the seed, shaped like CIFAR-10, and easy to learn.
 
     A class is a smooth random picture; a sample is that picture, fainter or stronger, with noise.
@@ -108,7 +106,7 @@ def synthetic(config: Config) -> tuple[Dataset, Dataset]:
     return parts[0], parts[1]
 
 
-def imagefolder(config: Config) -> tuple[Dataset, Dataset]:
+def imagefolder(config: Config) -> tuple[ImageDataset, ImageDataset]:
     """Images in train/CLASS/*, and in val/CLASS/* or test/CLASS/*. With --cache, they are decoded only once."""
     root = Path(config.data_dir)
     test = "val" if (root / "val").is_dir() else "test"

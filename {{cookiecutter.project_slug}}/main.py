@@ -10,16 +10,27 @@ import torch
 
 from config import Config
 from data import load_datasets
+from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.entrypoint.launch import launch
+from ddp.training.ema import ModelEma
 from ddp.training.meter import Meter
+from ddp.training.output_dir import default_output_dir
 from ddp.training.run import open_run
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import accumulate, autocast, check_model, make_deterministic, wrap_model
-from model import batch_totals, build_model, build_optimizer, compute_loss, compute_metrics, metric_for_best_model
+from model import (
+    batch_totals,
+    build_model,
+    build_optimizer,
+    compute_loss,
+    compute_metrics,
+    forward,
+    metric_for_best_model,
+)
 
 
 def main(config: Config, rank_env: RankEnv) -> None:
@@ -29,9 +40,11 @@ def main(config: Config, rank_env: RankEnv) -> None:
     if config.deterministic:
         make_deterministic()
     train_set, test_set = load_datasets(config)
+    check_datasets(train_set, test_set)
     seed_everything(config.seed)
     model = build_model(config, train_set)
     check_model(config, model)
+    config.output_dir = config.output_dir or default_output_dir(config, model, train_set)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx) as run:
         train_loader = TrainLoader(train_set, config, ctx)
@@ -39,6 +52,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
 
         # Two names for one set of weights: train ddp_model; evaluate and save model.
         model.to(ctx.device)
+        ema = None if config.ema is None else ModelEma(model, config.ema)
         ddp_model = wrap_model(model, config, ctx)
         optimizer = build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
@@ -46,11 +60,13 @@ def main(config: Config, rank_env: RankEnv) -> None:
         meter = Meter(ctx)
 
         # Everything passed here is saved in every checkpoint. Add your own stateful objects as keyword arguments.
-        run.resume(train_loader, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler, meter=meter)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "meter": meter}
+        run.resume(train_loader, **state, ema=ema)
         run.log_summary(model, eval_loader)
+        evaluated_model = model if ema is None else ema.module
 
         if config.evaluate:
-            run.log_eval(evaluate(model, eval_loader, config, ctx), eval_loader)
+            run.log_eval(evaluate(evaluated_model, eval_loader, config, ctx), eval_loader)
             return
 
         while not run.finished():  # to stop early, add a condition: see README.md
@@ -62,7 +78,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 for number, (inputs, targets) in enumerate(batches, start=1):
                     with accumulate(ddp_model, last=number == config.grad_accum_steps):
                         with autocast(config, ctx):
-                            outputs = ddp_model(inputs)
+                            outputs = forward(ddp_model, inputs, targets)
                             loss = compute_loss(outputs, targets, config)
                         scaler.scale(loss / config.grad_accum_steps).backward()
                     meter.add(batch_totals(loss, outputs, targets))
@@ -70,9 +86,12 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 if config.clip_grad is not None:
                     scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
                     torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+                seed_step(config.seed, run.state.step, rank=-1)  # an optimizer's noise must be the same on all ranks
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
+                if ema is not None:
+                    ema.update(model)
 
                 run.advance()
                 if run.should_log():
@@ -83,7 +102,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 if run.should_stop():  # the same answer on all ranks
                     run.stop()  # saves and exits
 
-            metrics = evaluate(model, eval_loader, config, ctx)
+            metrics = evaluate(evaluated_model, eval_loader, config, ctx)
             run.end_epoch(metrics, metric_for_best_model(metrics), eval_loader)
 
 
@@ -98,7 +117,7 @@ def evaluate(model: torch.nn.Module, eval_loader: EvalLoader, config: Config, ct
     meter = Meter(ctx)
     for inputs, targets in eval_loader:
         with autocast(config, ctx):
-            outputs = model(inputs)
+            outputs = forward(model, inputs, targets)
             loss = compute_loss(outputs, targets, config)
         meter.add(batch_totals(loss, outputs, targets))
     return compute_metrics(meter.take())

@@ -1,6 +1,7 @@
 """The model, its optimizer, its loss and its metrics. Edit me.
 
-main.py imports build_model, build_optimizer, compute_loss, batch_totals, compute_metrics and metric_for_best_model.
+main.py imports build_model, build_optimizer, forward, compute_loss, batch_totals, compute_metrics and
+metric_for_best_model.
 """
 
 from collections.abc import Mapping
@@ -56,13 +57,21 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
+def forward(model: nn.Module, inputs: Any, targets: Any) -> Any:
+    """The outputs of `model`. Inputs in a dictionary are keyword arguments. Some models need `targets` too."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
-    """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []."""
+    """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation."""
     return F.cross_entropy(outputs, targets)
 
 
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Sums over the samples of a batch, which are added up over batches and ranks. `loss` and `count` are required."""
+    """Sums over the samples of a batch, which are added up over batches and ranks. Training needs `loss`.
+
+    A list, with one entry per sample, is gathered in the order of the samples: for metrics that need all predictions.
+    """
     return {
         "loss": loss.detach() * len(targets),
         "correct": (outputs.argmax(1) == targets).count_nonzero(),

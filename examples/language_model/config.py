@@ -30,10 +30,6 @@ class Config(RunConfig):
     scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
-    def task_name(self) -> str:
-        """Names the default output directory: runs/text."""
-        return self.dataset
-
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
         path = Path(self.data_dir) / "text.txt"

@@ -62,6 +62,7 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     test_set = Text(text[end:], CONTEXT, sizes.get("test"))
     if len(test_set) == 0:
         raise SetupError(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 10} characters or more")
+    train_set.name = config.dataset
     return train_set, test_set
 
 

@@ -56,6 +56,11 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
 
+def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
+    """The outputs of `model`, which is the DDP wrapper in training."""
+    return model(inputs)
+
+
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of the next character, in nats. outputs [b, t, characters], targets [b, t] -> []."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())

@@ -25,10 +25,6 @@ class Config(RunConfig):
     scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
-    def task_name(self) -> str:
-        """Names the default output directory: runs/line."""
-        return "line"
-
     def check(self) -> None:
         """Refuse options that contradict each other, with one line."""
         super().check()

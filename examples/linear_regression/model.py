@@ -30,6 +30,11 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
+def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
+    """The outputs of `model`, which is the DDP wrapper in training."""
+    return model(inputs)
+
+
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean squared error of a batch. outputs [b, 1], targets [b, 1] -> []."""
     return F.mse_loss(outputs, targets)

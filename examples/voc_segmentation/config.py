@@ -45,10 +45,6 @@ class Config(RunConfig):
         self.model = self.model or ("lraspp_mobilenet_v3_large" if small else "deeplabv3_resnet101")
         self.image_size = self.image_size or (64 if small else 480)
 
-    def task_name(self) -> str:
-        """Names the default output directory: runs/TASK_NAME."""
-        return f"{self.dataset}-{self.model}"
-
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
         if self.dataset == "synthetic" or (Path(self.data_dir) / "VOCdevkit/VOC2012").is_dir():

@@ -34,6 +34,11 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parts, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
+def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
+    """The outputs of `model`, which is the DDP wrapper in training."""
+    return model(inputs)
+
+
 def compute_loss(outputs: dict[str, Tensor], targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of the pixels that count. outputs["out"] [b, classes, h, w], targets [b, h, w] -> [].
 

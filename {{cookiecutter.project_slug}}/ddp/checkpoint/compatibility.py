@@ -21,6 +21,17 @@ def weight_differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, to
     return differences
 
 
+def part_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """What only one of the two has, and weights that differ. `ours`: objects; `theirs`: states. Both by name."""
+    differences = [f"{name} is not in the checkpoint" for name in ours if name not in theirs]
+    differences += [f"{name} is in the checkpoint only" for name in theirs if name not in ours]
+    for name, part in ours.items():
+        if isinstance(part, torch.nn.Module) and name in theirs:
+            prefix = "" if name == "model" else f"{name}."
+            differences += [prefix + text for text in weight_differences(part.state_dict(), theirs[name])]
+    return differences
+
+
 def source_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """The project's files that have changed."""
     return sorted(name.removeprefix("the file ") for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
@@ -37,8 +48,8 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
     if theirs["samples"] != ours["samples"]:
         differences.append(f"training samples were {theirs['samples']:,}, are {ours['samples']:,}")
     for name, kind in ours["classes"].items():
-        if theirs["classes"].get(name) != kind:
-            differences.append(f"the {name} was {theirs['classes'].get(name, 'not there')}, is {kind}")
+        if name in theirs["classes"] and theirs["classes"][name] != kind:
+            differences.append(f"the {name} was {theirs['classes'][name]}, is {kind}")
     return differences
 
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp.checkpoint import checkpoint_file, compatibility
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.checkpoint.state import digest, find_non_finite, snapshot
@@ -99,8 +101,9 @@ class CheckpointManager:
 
         def write(copy: dict[str, Any]) -> None:
             # 4. In the background: check that it is finite, sync the logs, write the file, delete old ones.
-            if bad := find_non_finite({name: copy[name] for name in ("model", "optimizer")}):
-                raise Diverged(f"{bad} is no longer finite: start again in another --output-dir with a lower --lr")
+            bad = find_non_finite({name: copy[name] for name in self.state})
+            if bad := [name for name in bad if name not in self.non_finite]:
+                raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
             sync_logs()
             self.directory.write(copy, best=best)
             # 5. Report that it is on disk.
@@ -122,13 +125,15 @@ class CheckpointManager:
 
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
-        self.state = state
-        # For the model, names and shapes of its weights are compared instead of its class.
-        classes = {name: type(part).__name__ for name, part in state.items() if name != "model"}
+        self.state = state = {name: part for name, part in state.items() if part is not None}
+        # Of models, names and shapes of the weights are compared instead of the class.
+        classes = {name: type(part).__name__ for name, part in state.items() if not isinstance(part, torch.nn.Module)}
         self.facts |= {"classes": classes, "global_batch": train_loader.global_batch, "samples": train_loader.length}
-        reserved = {"path", "random", *self.facts, *asdict(self.train_state)}
-        if taken := [name for name in state if name in reserved]:
+        self.reserved = {"path", "random", *self.facts, *asdict(self.train_state)}
+        if taken := [name for name in state if name in self.reserved]:
             raise UsageError(f"run.resume({taken[0]}=...): checkpoints use that name; choose another one")
+        # An attention mask may hold -inf from the start.
+        self.non_finite = find_non_finite({name: part.state_dict() for name, part in state.items()})
         content: dict[str, Any] = {}
         path = self.ctx.on_main(self._find, content)
         if path is not None:
@@ -158,7 +163,8 @@ class CheckpointManager:
 
     def _check_fit(self, path: Path, content: Mapping[str, Any]) -> None:
         then, now = content["world_size"], self.ctx.world_size
-        differences = compatibility.weight_differences(self.state["model"].state_dict(), content["model"])
+        theirs = {name: part for name, part in content.items() if name not in self.reserved}
+        differences = compatibility.part_differences(self.state, theirs)
         if not self.config.evaluate:
             differences = compatibility.run_differences(self.config, self.facts, content) + differences
             if not differences and then != now and self.config.strict_resume:
@@ -178,19 +184,20 @@ class CheckpointManager:
         if Path(content["path"]).parent == self.directory.path:
             self.last_step = self.train_state.step
             self.on_saved(self.last_step)
-        if self.config.evaluate:
-            self.state["model"].load_state_dict(content["model"])
-            return
         for name, part in self.state.items():
+            if self.config.evaluate and isinstance(part, torch.optim.Optimizer | torch.amp.GradScaler):
+                continue  # not evaluated, and its options may differ
             try:
                 part.load_state_dict(content[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot resume from {content['path']}: {reason}") from error
+        if self.config.evaluate:
+            return
         if content["world_size"] == self.ctx.world_size:
             set_random_state(content["random"][self.ctx.rank], self.ctx.device)
         self.facts["started_from"] = content["started_from"]
-        digests = self.ctx.gather(digest([self.state[name].state_dict() for name in ("model", "optimizer")]))
+        digests = self.ctx.gather(digest([part.state_dict() for part in self.state.values()]))
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")

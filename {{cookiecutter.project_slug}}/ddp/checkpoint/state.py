@@ -1,7 +1,7 @@
 """State in memory: copy it for a checkpoint, check it, reduce it to a digest."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,17 +29,51 @@ def snapshot(state: Any) -> Any:
     return map_tensors(state, copy)
 
 
-def find_non_finite(state: Any) -> str | None:
-    """The name of a tensor in `state` with a value that is not finite; None if all values are finite."""
-    for keys, part in _leaves(state):
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and not torch.isfinite(part).all():
-            return ".".join(map(str, keys))
-    return None
+def find_non_finite(state: Any) -> list[str]:
+    """The names of the tensors in `state` with a value that is not finite."""
+    tensors = ((keys, part) for keys, part in _leaves(state) if isinstance(part, torch.Tensor))
+    return [
+        ".".join(map(str, keys))
+        for keys, part in tensors
+        if part.is_floating_point() and not torch.isfinite(part).all()
+    ]
 
 
 def size_of(state: Any) -> int:
     """The bytes of all tensors in `state`."""
     return sum(part.nbytes for _, part in _leaves(state) if isinstance(part, torch.Tensor))
+
+
+class UnsavedState:
+    """Finds objects whose state changes during the training, and which no checkpoint holds.
+
+    variables: where to look, such as the local variables of main. saved: the parts that checkpoints hold.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], saved: Collection[Any]) -> None:
+        ours = {tensor.data_ptr() for part in saved for tensor in _tensors(part)}
+        stateful = {
+            name: value
+            for name, value in variables.items()
+            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            if not any(value is part for part in saved)
+            if not any(tensor.data_ptr() in ours for tensor in _tensors(value))  # a wrapper of the model
+        }
+        self.found = {name: (value, _sample(value)) for name, value in stateful.items()}
+
+    def changed(self) -> list[str]:
+        """The names of those that have changed."""
+        return [name for name, (value, before) in self.found.items() if _sample(value) != before]
+
+
+def _tensors(part: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in _leaves(part.state_dict()) if isinstance(leaf, torch.Tensor)]
+
+
+def _sample(part: Any) -> list[Any]:
+    """All plain values of an object's state, and the first numbers of each tensor."""
+    leaves = [leaf for _, leaf in _leaves(part.state_dict())]
+    return [leaf.flatten()[:8].tolist() if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
 
 
 def digest(state: Any) -> str:

@@ -50,6 +50,11 @@ class ProcessExit:
         self.saved_step = step
         _write_worker_file("saved", str(step))
 
+    def record_output_dir(self, output_dir: str) -> None:
+        """Tell the launcher where this run writes."""
+        if output_dir:  # not in --check
+            _write_worker_file("output_dir", os.path.abspath(output_dir))
+
     def succeed(self) -> int:
         """Record success. Returns the exit code."""
         self.exiting_with = 0

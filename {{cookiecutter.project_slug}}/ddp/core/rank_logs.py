@@ -18,15 +18,14 @@ from ddp.core.errors import print_line
 from ddp.core.process_exit import process_exit
 
 log = logging.getLogger(__name__)
-LOG_DIR_VARIABLE = "DDP_RANK_LOGS"  # the directory; launch_node.sh sets it
+RANK_LOGS_VARIABLE = "DDP_RANK_LOGS"  # launch_node.sh sets it
 
 
-def start_rank_log(rank: int, world_size: int) -> None:
+def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
     """Write what this rank prints to its own file from now on, if its launcher asks for that."""
-    folder = os.environ.get(LOG_DIR_VARIABLE)
-    if not folder:
+    if RANK_LOGS_VARIABLE not in os.environ:
         return
-    path, when = rank_log_path(folder, rank), time.strftime("%Y-%m-%d %H:%M:%S")
+    path, when = rank_log_path(output_dir, rank), time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -55,9 +54,9 @@ def start_rank_log(rank: int, world_size: int) -> None:
     faulthandler.enable(file)
 
 
-def rank_log_path(folder: str | Path, rank: int) -> Path:
+def rank_log_path(output_dir: str | Path, rank: int) -> Path:
     """The log file of a rank."""
-    return Path(folder) / f"rank_{rank}.log"
+    return Path(output_dir) / "logs" / f"rank_{rank}.log"
 
 
 def console(stream: Any) -> Any:

@@ -11,6 +11,7 @@ from ddp.core.errors import UsageError, report_error
 from ddp.core.options import OptionParser, directory, flag_of, non_negative, number, option, path, positive, url
 
 Config = TypeVar("Config", bound="RunConfig")
+DEFAULT_PARENT = "runs"  # of output directories; the rest of the default follows from the data and the model
 CHECK_VARIABLE = "DDP_CHECK"  # launch_node.sh --check sets it: the ranks then run preflight.check instead of main
 MAX_PROCESSES_PER_CORE = 16  # each process takes some hundred MB
 _data, _training, _speed, _run, _distributed = (
@@ -21,7 +22,7 @@ _data, _training, _speed, _run, _distributed = (
 # fmt: off
 @dataclasses.dataclass
 class RunConfig:
-    """The options of a run. A task adds its own, and may override task_name, data_status and check."""
+    """The options of a run. A task adds its own, and may override data_status and check."""
 
     batch_size: int = _data(64, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
     workers: int | None = _data(None, "DataLoader workers per process; default: 0 for data in memory, else by cores", kind=non_negative, may_change_on_resume=True, per_process=True)
@@ -30,6 +31,7 @@ class RunConfig:
     max_steps: int | None = _training(None, "stop after this many optimizer steps (the schedule still spans --epochs)", kind=positive, may_change_on_resume=True)
     grad_accum_steps: int = _training(1, "forward passes per optimizer step, with one all-reduce", kind=positive, may_change_on_resume=True)
     clip_grad: float | None = _training(None, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
+    ema: float | None = _training(None, "evaluate an exponential moving average of the weights with this decay, such as 0.999", kind=number(float, 0, max=1))
     evaluate: bool = _training(False, "evaluate the newest checkpoint, or the one of --resume PATH; do not train", may_change_on_resume=True)
 
     precision: str = _speed("fp32", "number format of the forward and backward pass", choices=("fp32", "bf16", "fp16"))
@@ -38,7 +40,7 @@ class RunConfig:
     comm_hook: str = _speed("none", "compress gradients on the network", choices=("none", "fp16", "bf16", "powersgd"))
     profile: bool = _speed(False, "write a trace of steps 10 to 15 to OUTPUT_DIR/profile", may_change_on_resume=True)
 
-    output_dir: str = _run("", "directory for everything that the run writes (default: runs/ and the name of the task)", kind=directory, may_change_on_resume=True, per_process=True)
+    output_dir: str = _run("", "directory for everything that the run writes (default: runs/DATA-MODEL)", kind=directory, may_change_on_resume=True, per_process=True)
     resume: str = _run("auto", "auto: from the newest checkpoint of OUTPUT_DIR, if any; never: refuse to resume; or the path of a checkpoint", kind=path, may_change_on_resume=True, per_process=True)
     checkpoint_every: int | None = _run(None, "save every N steps as well as after every epoch", kind=positive, may_change_on_resume=True)
     keep_checkpoints: int = _run(3, "number of checkpoints to keep, in addition to best.pt", kind=number(int, 2), may_change_on_resume=True)
@@ -68,12 +70,7 @@ class RunConfig:
         parser.add_options(cls)
         config = cls(**vars(parser.parse_args(arguments)))
         config.check()
-        config.output_dir = config.output_dir or f"runs/{config.task_name()}"
         return config
-
-    def task_name(self) -> str:
-        """Names the default output directory."""
-        return "default"
 
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""

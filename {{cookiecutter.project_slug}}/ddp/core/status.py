@@ -10,6 +10,7 @@ from typing import Any
 
 from ddp.core.errors import ExitCode
 from ddp.core.files import write_json
+from ddp.core.run_config import DEFAULT_PARENT
 
 
 def write_status(output_dir: Path, **status: Any) -> None:
@@ -31,6 +32,11 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         if isinstance(status := json.loads((output_dir / "status.json").read_text()), dict):
             return status
     return {}
+
+
+def output_dirs(output_dir: str) -> list[Path]:
+    """`output_dir`, of --output-dir; or every directory that may be the default one, which only the workers know."""
+    return [Path(output_dir)] if output_dir else sorted(Path(DEFAULT_PARENT).glob("*"))
 
 
 def correct_status(output_dir: Path, dead_pids: Collection[int], exit_code: int, message: str) -> None:

@@ -1,41 +1,49 @@
 """BatchDataset: what a dataset may do to whole batches. Any other torch Dataset works as it is."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from ddp.core.errors import UsageError
+from ddp.core.errors import SetupError, UsageError
 from ddp.distributed.seeds import derive_seed
 
-HOOKS = ("augment", "prepare", "chunk_size", "in_memory", "to")
+HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
 
 
 class BatchDataset(Dataset):
     """A dataset that works on whole batches. Override what you need: by default, nothing happens to a batch.
 
-    A batch goes through five steps, in this order:
+    A batch goes through these steps, in this order:
     read      __getitems__(indices), in a DataLoader worker, or in this process if there are none
+    collate   collate(samples), in the same process, if `read` returns a list
     move      its tensors, and everything else in it that has a method `to`, go to the device
     augment   augment(batch, epoch), for training only
     prepare   prepare(batch) -> (inputs, targets)
     split     into batches of --batch-size, if more samples were read together (chunk_size), for training only
+    mix       mix(inputs, targets) -> (inputs, targets), for training only
+
+    Random numbers that `read` and `mix` draw from random, numpy.random or torch are the same after any resume.
     """
 
-    name: str | None = None  # what the log calls the data; by default --dataset
+    name: str | None = None  # what the log calls the data; by default the class
     in_memory: bool = False  # True: no DataLoader workers, unless --workers asks for them
     chunk_size: int = 1  # read, augment and prepare about this many samples together; never less than one batch
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """The samples `indices` as one batch: a tuple or a dictionary of tensors.
+        """The samples `indices`, as a list or as one batch: a tuple or a dictionary of tensors.
 
-        By default a list of samples from __getitem__, which the loader collates. Random numbers that __getitem__ draws
-        (from random, numpy or torch) are then seeded by (seed, epoch, index).
+        By default a list of samples from __getitem__.
         """
         return [self[index] for index in indices]
+
+    def collate(self, samples: list[Any]) -> Any:
+        """One batch of these samples. Override it for samples of different sizes: pad them, or keep lists."""
+        return default_collate(samples)
 
     def augment(self, batch: Any, epoch: int) -> Any:
         """Change the samples of a training batch, on the device.
@@ -46,11 +54,33 @@ class BatchDataset(Dataset):
         return batch
 
     def prepare(self, batch: Any) -> Any:
-        """Turn a batch, on the device, into (inputs, targets). Each is a tensor or a dictionary of tensors."""
+        """Turn a batch, on the device, into (inputs, targets): tensors, or dictionaries and lists of them."""
         return batch
+
+    def mix(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Combine the samples of a training batch of --batch-size, such as Mixup. Seeded for each batch and rank."""
+        return inputs, targets
 
     def to(self, device: torch.device) -> None:
         """Move data held in memory to a GPU, if they fit. Not called if DataLoader workers need to reach the data."""
+
+
+def check_datasets(train_set: Any, test_set: Any) -> None:
+    """Refuse datasets without samples, and streams. Raises UsageError or SetupError."""
+    for part, dataset in (("training", train_set), ("test", test_set)):
+        by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or not by_index:
+            stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
+            raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
+        if len(dataset) == 0:
+            raise SetupError(f"there are no {part} samples: check --data-dir")
+
+
+def data_name(dataset: Any) -> str:
+    """What the log calls the data: the dataset's `name`, or its class; through wrappers such as torch's Subset."""
+    while not getattr(dataset, "name", None) and isinstance(getattr(dataset, "dataset", None), Dataset):
+        dataset = dataset.dataset
+    return getattr(dataset, "name", None) or type(dataset).__name__
 
 
 def hooks_of(dataset: Any) -> BatchDataset:
@@ -68,39 +98,114 @@ def hooks_of(dataset: Any) -> BatchDataset:
     return dataset
 
 
-class SeededSamples(Dataset):
-    """Reads samples one by one, each with generators seeded by (seed, epoch, index).
+class SeededReader(Dataset):
+    """Reads and collates batches of `dataset` in which each sample is a function of (seed, epoch, index) alone.
 
-    So a dataset with random transforms is the same for any number of processes and workers, and after any resume.
+    So a dataset that draws random numbers is the same for any number of processes, workers and samples that are read
+    together, and after any resume. The first sample is read twice: UsageError, if it differs.
     """
 
-    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
+        self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
+        innermost = dataset
+        while isinstance(innermost, Subset):  # which passes __getitems__ on
+            innermost = innermost.dataset
+        inherited = getattr(type(innermost), "__getitems__", None) is BatchDataset.__getitems__
+        self.one_by_one = inherited or not hasattr(innermost, "__getitems__")
+        self.checked = False
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        samples = []
-        for index in indices:
-            seed = derive_seed(self.seed, self.epoch, index)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
-            samples.append(self.dataset[index])
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        return samples
+    def __getitems__(self, indices: list[int]) -> Any:
+        with keep_random_state():
+            batch = self.read(indices)
+            if not self.checked:  # in each worker
+                self.checked = True
+                first = batch[0] if self.one_by_one else self._read_alone(indices[0])
+                self._check(indices[0], first)
+        return self.collate(batch) if isinstance(batch, list) else batch
+
+    def read(self, indices: list[int]) -> Any:
+        """The samples as a list; or as one batch, if that is what the dataset's own __getitems__ returns."""
+        if not self.one_by_one:
+            self._seed(indices[0])  # for torch.initial_seed()
+            before = _states()
+            batch = self.dataset.__getitems__(indices)
+            if _equal_states(before, _states()):
+                return batch  # no sample of it depends on a random number
+        parts = [self._read_alone(index) for index in indices]
+        return parts if self.one_by_one else _join(parts, type(self.dataset).__name__)
+
+    def _seed(self, index: int) -> None:
+        seed = derive_seed(self.seed, self.epoch, index)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+    def _read_alone(self, index: int) -> Any:
+        self._seed(index)
+        return self.dataset[index] if self.one_by_one else self.dataset.__getitems__([index])
+
+    def _check(self, index: int, sample: Any) -> None:
+        """Raise UsageError if the dataset ignores its index or the seed: the run could not be resumed exactly."""
+        if not same(sample, self._read_alone(index)):
+            raise UsageError(
+                f"dataset {type(self.dataset).__name__} returned two different samples for index {index}: draw random "
+                "numbers from random, numpy.random or torch, or seed a generator of your own in each call of "
+                "__getitem__ with torch.initial_seed(); let a stream read by index, as docs/data.md does"
+            )
 
 
-def seeded(dataset: Any, seed: int, epoch: int) -> Any:
-    """`dataset`, with seeded samples unless it reads whole batches: those take care of random numbers themselves."""
-    innermost = dataset
-    while isinstance(innermost, Subset):  # which passes __getitems__ on
-        innermost = innermost.dataset
-    inherited = getattr(type(innermost), "__getitems__", None) is BatchDataset.__getitems__
-    return dataset if hasattr(innermost, "__getitems__") and not inherited else SeededSamples(dataset, seed, epoch)
+def _join(parts: Sequence[Any], name: str) -> Any:
+    """One batch from those of one sample each."""
+    first = parts[0]
+    if isinstance(first, list):
+        return [sample for part in parts for sample in part]
+    if isinstance(first, Mapping):
+        return {key: _join([part[key] for part in parts], name) for key in first}
+    if isinstance(first, tuple):
+        joined = [_join(column, name) for column in zip(*parts, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
+    try:
+        return torch.cat(list(parts))
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"dataset {name} draws random numbers in __getitems__, so its samples are read one by one, but they cannot "
+            f"be joined to a batch ({error}): return a list of samples, and override collate"
+        ) from error
 
 
-def collate(batch: Any) -> Any:
-    """A whole batch from `__getitems__` is a tuple or a dictionary; a list holds samples."""
-    return batch if isinstance(batch, tuple | Mapping) else default_collate(batch)
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor | numpy.ndarray):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is equal to NaN
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    if type(one).__eq__ is object.__eq__:  # which compares identities
+        return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
+    return bool(one == other)
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the generators of Python, numpy and torch when the block ends."""
+    python, of_numpy, of_torch = _states()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+
+def _equal_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    numpy_equal = numpy.array_equal(one[1][1], other[1][1]) and one[1][2:] == other[1][2:]
+    return one[0] == other[0] and numpy_equal and torch.equal(one[2], other[2])

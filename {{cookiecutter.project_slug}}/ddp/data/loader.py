@@ -6,15 +6,15 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ddp.core.errors import UsageError
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import collate, hooks_of, seeded
+from ddp.data.dataset import BatchDataset, SeededReader, data_name, hooks_of, keep_random_state
 from ddp.data.sampler import ResumableSampler
 from ddp.data.workers import start_workers
 from ddp.distributed.process_group import DistContext, available_cores, plural
-from ddp.distributed.seeds import derive_seed
+from ddp.distributed.seeds import derive_seed, seed_everything
 from ddp.distributed.stop_sync import StopRequested
 from ddp.distributed.tree import map_tensors
 
@@ -37,25 +37,26 @@ class _Loader:
         if self.workers == 0 and ctx.device.type == "cuda":  # DataLoader workers could not reach data on the GPU
             self.hooks.to(ctx.device)
 
-    def _batches(self, indices: Iterable[int], epoch: int, generator: torch.Generator) -> Iterator[Any]:
-        """Batches of the samples `indices`, from the dataset to the model."""
+    def reader(self, epoch: int) -> SeededReader:
+        """What reads and collates the samples of an epoch, in each DataLoader worker."""
+        return SeededReader(self.dataset, self.hooks.collate, self.config.seed, epoch)
+
+    def _chunks(self, indices: Iterable[list[int]], epoch: int, generator: torch.Generator) -> Iterator[Any]:
+        """Prepared batches of the samples in each of `indices`, on the device."""
         loader = DataLoader(
-            seeded(self.dataset, self.config.seed, epoch),
-            batch_size=self.chunk_size,
-            sampler=indices,
+            self.reader(epoch),
+            batch_sampler=indices,
             num_workers=self.workers,
-            collate_fn=collate,
+            collate_fn=_as_it_is,
             pin_memory=self.ctx.device.type == "cuda" and not self.hooks.in_memory,
             generator=generator,  # otherwise iter() would draw from the global one
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
-        for chunk in start_workers(loader):  # read
+        for chunk in start_workers(loader):
             chunk = map_tensors(chunk, lambda part: part.to(self.ctx.device, non_blocking=True), kind=Movable)  # move
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
-            chunk = self.hooks.prepare(chunk)  # prepare
-            whole = epoch == EVALUATION or self.chunk_size == self.config.batch_size
-            yield from (chunk,) if whole else _split(chunk, self.config.batch_size)  # split
+            yield self.hooks.prepare(chunk)  # prepare
 
 
 class TrainLoader(_Loader):
@@ -76,17 +77,30 @@ class TrainLoader(_Loader):
                 f"{self.length:,} training samples do not fill one step of {self.global_batch:,} ({processes} x "
                 f"--batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): lower one of them"
             )
-        default = getattr(config, "dataset", type(dataset).__name__)
-        self.name = getattr(dataset, "name", None) or self.hooks.name or default
+        self.name = data_name(dataset)
         self.wait_s = 0.0
 
     def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
         """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
         self.sampler.start_at(epoch, samples_consumed)
-        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, epoch, self.ctx.rank))
-        batches = self._timed(self._batches(self.sampler, epoch, generator))
+        batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(self.sampler.steps_left(samples_consumed)):
             yield islice(batches, self.config.grad_accum_steps)
+
+    def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
+        seed, rank = self.config.seed, self.ctx.rank
+        generator = torch.Generator().manual_seed(derive_seed(seed, epoch, rank))
+        size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
+        end = samples_consumed + self.sampler.steps_left(samples_consumed) * self.global_batch
+        for chunk in self._chunks(BatchSampler(self.sampler, self.chunk_size, drop_last=False), epoch, generator):
+            rows = min(self.chunk_size, (end - samples_consumed) // self.ctx.world_size)
+            for batch in (chunk,) if self.chunk_size == size else _split(chunk, size, rows):  # split
+                if mixes:
+                    with keep_random_state():
+                        seed_everything(derive_seed(seed, epoch, rank, samples_consumed) % 2**32)
+                        batch = self.hooks.mix(*batch)  # mix
+                yield batch
+                samples_consumed += size * self.ctx.world_size
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -101,19 +115,23 @@ class TrainLoader(_Loader):
 class EvalLoader(_Loader):
     """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order.
 
-    They are not split: an evaluation keeps nothing for a backward pass, so it takes chunks as they are.
+    The batches are the same for any number of processes, which take turns. They are not split: an evaluation keeps
+    nothing for a backward pass, so it takes chunks as they are.
     """
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext) -> None:
         super().__init__(dataset, "test", config, ctx)
-        self.common_batches = self.length // ctx.world_size // self.chunk_size  # that every rank has
+        batches = -(-self.length // self.chunk_size)
+        self.common_batches = batches // ctx.world_size  # that every rank has
         self.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
-        indices = range(self.ctx.rank, self.length, self.ctx.world_size)
-        for number, batch in enumerate(self._batches(indices, EVALUATION, self.generator)):
+        size, everything = self.chunk_size, range(self.length)
+        starts = everything[self.ctx.rank * size :: self.ctx.world_size * size]
+        ours = [list(everything[start : start + size]) for start in starts]
+        for number, batch in enumerate(self._chunks(ours, EVALUATION, self.generator)):
             yield batch
             if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
                 raise StopRequested(decision)
@@ -126,13 +144,20 @@ class Movable(Protocol):
     def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
 
 
-def _split(chunk: Any, batch_size: int) -> Iterator[Any]:
+def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:
     """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
     tensors: list[torch.Tensor] = []
     map_tensors(chunk, tensors.append)
-    for first in range(0, len(tensors[0]), batch_size):
+    if any(tensor.dim() == 0 or len(tensor) != rows for tensor in tensors):
+        raise UsageError("a dataset with a chunk_size needs tensors with one row per sample; otherwise, leave it at 1")
+    for first in range(0, rows, batch_size):
         yield map_tensors(chunk, lambda part, first=first: _aligned(part[first : first + batch_size]))
 
 
 def _aligned(part: torch.Tensor) -> torch.Tensor:
     return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
+
+
+def _as_it_is(batch: Any) -> Any:
+    """A SeededReader has collated it already."""
+    return batch

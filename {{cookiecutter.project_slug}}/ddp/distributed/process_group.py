@@ -125,7 +125,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
     try:
         infos = exchange_rank_info(store, env, monitor)
         monitor.start()
-        start_rank_log(env.rank, env.world_size)  # before NCCL connects, so that the log has its output
+        process_exit.record_output_dir(config.output_dir)
+        start_rank_log(env.rank, env.world_size, config.output_dir)  # before NCCL prints how it connects
         own = infos[env.rank]
         local_world_size = sum(info.machine == own.machine for info in infos)
         if "OMP_NUM_THREADS" not in os.environ:  # share the cores: by default every process would use all of them

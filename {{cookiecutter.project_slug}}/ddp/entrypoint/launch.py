@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -51,7 +50,7 @@ def run(main: Main, config: RunConfig) -> int:
         return run_as_rank(main, config, env, parent=os.getppid() if has_parent else None)
     if env != RankEnv():
         raise UsageError(f"--nproc starts the processes itself, but {env.launcher.value} did already: remove --nproc")
-    return spawn(partial(run_as_rank, main, config), config.nproc, Path(config.output_dir))
+    return spawn(partial(run_as_rank, main, config), config.nproc, config.output_dir)
 
 
 def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None = None) -> int:

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -15,7 +14,7 @@ import torch.multiprocessing as mp
 from ddp.core.errors import ExitCode, print_line
 from ddp.core.process_exit import exit_process
 from ddp.core.signals import SignalHandler, killed_by, send_signal
-from ddp.core.status import correct_status
+from ddp.core.status import correct_status, output_dirs
 from ddp.distributed.rank_env import Launcher, RankEnv
 
 STOP_AFTER_S = 5.0  # after a failure, processes that have not noticed it are asked to stop
@@ -23,7 +22,7 @@ KILL_AFTER_S = 30.0  # and killed: until then they tell each other, and may be s
 RunRank = Callable[[RankEnv, int], int]  # with the process id of the parent; returns the exit code
 
 
-def spawn(run_rank: RunRank, nproc: int, output_dir: Path) -> int:
+def spawn(run_rank: RunRank, nproc: int, output_dir: str) -> int:
     """Call `run_rank` in `nproc` processes, which connect through a file and need no port. Returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report in one line what its C++ code warns of
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:
@@ -35,7 +34,8 @@ def spawn(run_rank: RunRank, nproc: int, output_dir: Path) -> int:
         if forwarder.first is not None:  # before they started
             forwarder.on_first()
         code = _exit_code(processes, forwarder, _wait_for_all(processes))
-        correct_status(output_dir, [process.pid for process in processes], code, "a process was killed")
+        for path in output_dirs(output_dir):
+            correct_status(path, [process.pid for process in processes], code, "a process was killed")
         return code
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ddp.core.errors import QuitImmediately, Stopped, UserError, one_line, print_line
 from ddp.core.network import interface_of
-from ddp.core.rank_logs import LOG_DIR_VARIABLE
+from ddp.core.rank_logs import RANK_LOGS_VARIABLE
 from ddp.core.run_config import CHECK_VARIABLE, RunConfig, check_process_count
 from ddp.core.signals import SignalHandler, is_alive
-from ddp.core.status import correct_status, read_status
+from ddp.core.status import correct_status, output_dirs, read_status
 from ddp.launcher.node_info import describe_node, print_table, visible_gpus
 from ddp.launcher.options import LaunchOptions
 from ddp.launcher.rendezvous import Endpoint, join_nodes
@@ -56,7 +56,8 @@ class NodeAgent:
         options.nproc_per_node = options.nproc_per_node or visible_gpus() or 1
         check_process_count("--nproc-per-node", options.nproc_per_node)
         self.info = describe_node(options, config)
-        self.output_dir = Path(config.output_dir)
+        # The name of the default one follows from the data and the model: the workers report it.
+        self.output_dir = Path(config.output_dir) if config.output_dir else None
 
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
@@ -92,18 +93,19 @@ class NodeAgent:
         if self.options.check:
             variables[CHECK_VARIABLE] = "1"
         elif not self.config.evaluate:
-            variables[LOG_DIR_VARIABLE] = os.path.abspath(self.output_dir / "logs")
+            variables[RANK_LOGS_VARIABLE] = "1"
         requests = self.requests
         with WorkerGroup(self.options, self.main_options, self.config.timeout, **variables) as group:
-            while not group.has_exited():
-                if requests.second is not None:
-                    group.kill()
-                    quit = QuitImmediately(requests.second)
-                    return RunResult(quit.exit_code, str(quit), reported=False, pids=group.pids())
+            while requests.second is None and not group.has_exited():
                 if requests.first is not None and not group.stop_requested:
                     group.stop(requests.first)
                 time.sleep(WORKER_POLL_INTERVAL_S)
-            return group.result()
+            self.output_dir = self.output_dir or group.output_dir()
+            if requests.second is None:
+                return group.result()
+            group.kill()
+            quit = QuitImmediately(requests.second)
+            return RunResult(quit.exit_code, str(quit), reported=False, pids=group.pids())
 
     def _connect_nodes(self, restart: bool) -> dict[str, str]:
         """Wait until all nodes are ready. Returns the variables that follow from the network."""
@@ -114,7 +116,8 @@ class NodeAgent:
                 print_table([self.info])
             return {}
         # The other nodes of a run that continues, or that this node was a part of, may notice late that it has ended.
-        late = restart or read_status(self.output_dir).get("state") == "running"
+        states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
+        late = restart or "running" in states
         grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S) if late else options.start_grace
         with self.requests.raising("before training began: nothing to save"):
             address = join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart))
@@ -127,13 +130,13 @@ class NodeAgent:
 
     def _step_in_status(self) -> int | None:
         """The step of the last checkpoint, if this node has the output directory."""
-        saved = read_status(self.output_dir).get("saved")
+        saved = read_status(self.output_dir).get("saved") if self.output_dir else None
         return saved if isinstance(saved, int) else None
 
     def _correct_status(self, result: RunResult) -> None:
         """Record the end of a run whose rank 0 was killed: status.json would report it as running."""
-        if self.options.check or self.config.evaluate:
-            return  # the file belongs to another run
+        if self.options.check or self.config.evaluate or self.output_dir is None:
+            return  # the file belongs to another run, or there is none
         pid = read_status(self.output_dir).get("pid")
         dead = [*result.pids, *([pid] if isinstance(pid, int) and not is_alive(pid) else [])]
         correct_status(self.output_dir, dead, result.exit_code, result.message)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp.core.network import interface_of
 from ddp.core.options import flag_of
-from ddp.core.run_config import RunConfig
+from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.source_hash import hash_source_files
 from ddp.launcher.options import LaunchOptions
 
@@ -99,7 +99,8 @@ def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
     if options.check:
         gpus = ", ".join(f"{count} x {name}" for name, count in Counter(gpu_names()).items()) or "none"
         code = hashlib.sha256(repr(sorted(source.items())).encode()).hexdigest()[:10]
-        facts = {**versions, "Python": python, "GPUs": gpus, "disk": _free_gb(Path(config.output_dir)), "code": code}
+        disk = _free_gb(Path(config.output_dir or DEFAULT_PARENT))
+        facts = {**versions, "Python": python, "GPUs": gpus, "disk": disk, "code": code}
         facts["dataset"] = config.data_status()
     return NodeInfo(options.node_rank, platform.node(), shared, facts)
 

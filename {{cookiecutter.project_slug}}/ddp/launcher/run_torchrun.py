@@ -4,10 +4,11 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from ddp.core.errors import ExitCode, one_line, print_line
-from ddp.core.rank_logs import LOG_DIR_VARIABLE, rank_log_path
+from ddp.core.rank_logs import rank_log_path
 from ddp.core.signals import die_with_parent, killed_by
 
 
@@ -32,11 +33,12 @@ def run_torchrun(options: list[str]) -> int:
 
     if "LOGLEVEL" not in os.environ:
         logging.disable()
+    arguments = run.parse_args(options)
     try:
-        run.run(run.parse_args(options))
+        run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _exit_code_of_worker(rank, failure.pid, failure.exitcode)
+        return _exit_code_of_worker(rank, failure.pid, failure.exitcode, Path(arguments.log_dir))
     except SignalException:
         return ExitCode.STOPPED
     except DistError as error:
@@ -45,13 +47,14 @@ def run_torchrun(options: list[str]) -> int:
     return ExitCode.SUCCESS
 
 
-def _exit_code_of_worker(rank: int, pid: int, exit_code: int) -> int:
-    """8 if a signal killed the worker, which cannot print that itself."""
+def _exit_code_of_worker(rank: int, pid: int, exit_code: int, folder: Path) -> int:
+    """8 if a signal killed the worker, which cannot print that itself. `folder` has what all workers wrote."""
     if exit_code >= 0:
         return ExitCode.BUG
     how = killed_by(exit_code)
-    log = rank_log_path(os.environ.get(LOG_DIR_VARIABLE, ""), rank)
-    if "SIGKILL" not in how and log.exists():
-        how += f"; its last output is in {log}"
+    for output_dir in list(folder.glob("*/*/*/output_dir"))[:1]:
+        log = rank_log_path(output_dir.read_text(), rank)
+        if "SIGKILL" not in how and log.exists():
+            how += f"; its last output is in {log}"
     print_line(f"rank {rank}: process {pid} on {socket.gethostname()} was {how}")
     return ExitCode.PEER_LOST

@@ -4,6 +4,7 @@ A worker reports to its agent through files. torchrun gives each worker a direct
 the worker (core/process_exit.py) writes into it, and the agent only reads:
 
 pid         the worker's process id, once it handles signals
+output_dir  the output directory, once the worker has joined the others
 saved       the step of the last checkpoint, after each save, so that a killed worker leaves it as well
 done        empty; the worker succeeded
 error.json  the worker failed: {"message": {"message": ..., "errorCode": ..., "extraInfo": {...}}}, where extraInfo has
@@ -142,6 +143,10 @@ class WorkerGroup:
     def pids(self) -> list[int]:
         """The workers that have started so far."""
         return [int(text) for text in self._read("pid") if text.isdigit()]
+
+    def output_dir(self) -> Path | None:
+        """Where the run writes; None if no worker has got that far."""
+        return next((Path(text) for text in self._read("output_dir")), None)
 
     def result(self) -> RunResult:
         """How it ended, after all processes are gone."""

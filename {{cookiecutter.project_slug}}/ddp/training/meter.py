@@ -7,34 +7,41 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 
 from ddp.core.errors import Diverged
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.tree import map_tensors
 
-Totals = dict[str, torch.Tensor]
+Totals = dict[str, Any]  # tensors; lists of one entry per sample
 MAX_PENDING_NUMBERS = 200  # numbers that wait to be added, on the device: 64 batches of a loss, a count and a metric
 
 
 class Meter:
-    """Adds up a task's batch_totals over batches, on the device, and over ranks when asked."""
+    """Adds up a task's batch_totals over batches, on the device, and over ranks when asked. Lists are gathered."""
 
     def __init__(self, ctx: DistContext) -> None:
         self.ctx = ctx
         self.pending: list[dict[str, Any]] = []  # batches that are not added yet; on the device
         self.pending_numbers = 0  # a confusion matrix holds many
-        self.local: Totals = {}  # not reduced yet; on the device
+        self.local: dict[str, torch.Tensor] = {}  # not reduced yet; on the device
+        self.lists: dict[str, list[list[Any]]] = {}  # not gathered yet: those of each batch
         self.total: Totals = {}  # over all ranks; on the host, and the same on every rank
-        self.zeros: Totals = {}  # what there is to add
+        self.zeros: Totals | None = None  # what there is to add: zeros and empty lists
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
-        """Add the totals of one batch: numbers or tensors. Does not synchronise with the device."""
+        """Add the totals of one batch: numbers, tensors or lists. Does not synchronise with the device."""
         # A graph would keep the memory of every step that is not added yet.
         freed = {name: value.detach() for name, value in batch_totals.items() if getattr(value, "requires_grad", False)}
-        self.pending.append({**batch_totals, **freed})
-        self.pending_numbers += sum(getattr(value, "numel", lambda: 1)() for value in batch_totals.values())
+        lists = {name: value for name, value in batch_totals.items() if isinstance(value, list)}
+        for name, value in lists.items():
+            self.lists.setdefault(name, []).append(map_tensors(value, torch.Tensor.detach))
+        totals = {name: value for name, value in {**batch_totals, **freed}.items() if name not in lists}
+        self.pending.append(totals)
+        self.pending_numbers += sum(getattr(value, "numel", lambda: 1)() for value in totals.values())
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
             self._add_pending()
 
@@ -52,17 +59,22 @@ class Meter:
     def reduce(self) -> Totals:
         """The totals so far, over all ranks. Raises Diverged if the loss is not finite. Call on every rank."""
         self._add_pending()
-        local = {name: value.cpu() for name, value in self.local.items()}
-        if not self.zeros:  # a rank without a batch learns from rank 0 what there is to add
-            self.zeros = self.ctx.on_main(lambda: {name: torch.zeros_like(value) for name, value in local.items()})
+        local: Totals = {name: value.cpu() for name, value in self.local.items()}
+        local |= {name: map_tensors(batches, torch.Tensor.cpu) for name, batches in self.lists.items()}
+        if self.zeros is None:  # a rank without a batch learns from rank 0 what there is to add
+            self.zeros = self.ctx.on_main(lambda: {name: _zero(value) for name, value in local.items()})
         if unknown := sorted(local.keys() - self.zeros.keys()):
             raise KeyError(f"batch_totals: {unknown} were missing in the first batches")
-        flat = self.ctx.sum(torch.cat([local.get(name, zero).flatten() for name, zero in self.zeros.items()]))
-        parts = flat.split([zero.numel() for zero in self.zeros.values()])
-        for (name, zero), part in zip(self.zeros.items(), parts, strict=True):
-            self.total[name] = self.total.get(name, zero) + part.reshape(zero.shape)
-        self.local = {}
-        if not math.isfinite(self.total["loss"].item()):
+        tensors = {name: zero for name, zero in self.zeros.items() if isinstance(zero, torch.Tensor)}
+        if tensors:
+            flat = self.ctx.sum(torch.cat([local.get(name, zero).flatten() for name, zero in tensors.items()]))
+            parts = flat.split([zero.numel() for zero in tensors.values()])
+            for (name, zero), part in zip(tensors.items(), parts, strict=True):
+                self.total[name] = self.total.get(name, zero) + part.reshape(zero.shape)
+        for name in (name for name in self.zeros if name not in tensors):
+            self.total[name] = [*self.total.get(name, []), *_in_order(self.ctx.gather(local.get(name, [])))]
+        self.local, self.lists = {}, {}
+        if "loss" in self.total and not math.isfinite(self.total["loss"].item()):
             remedy = "start again in another --output-dir with a lower --lr, a longer --warmup-epochs or --clip-grad"
             raise Diverged(f"the loss is no longer finite: {remedy}")
         return self.total
@@ -74,10 +86,20 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """The totals since the last logged step. Call on every rank."""
-        return {"total": dict(self.reduce()) if self.pending or self.local else dict(self.total)}
+        return {"total": dict(self.reduce()) if self.pending or self.local or self.lists else dict(self.total)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total = dict(state["total"])
+
+
+def _zero(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else []
+
+
+def _in_order(ranks: list[list[list[Any]]]) -> Iterator[Any]:
+    """The entries of all ranks' batches, in the order of the samples: the ranks take turns with batches."""
+    for turn in zip_longest(*ranks, fillvalue=()):
+        yield from chain.from_iterable(turn)
 
 
 @dataclass

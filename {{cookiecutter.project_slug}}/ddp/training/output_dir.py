@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,8 +16,15 @@ import torch
 from ddp import __version__
 from ddp.core.errors import OutputInUse, SetupError, UsageError
 from ddp.core.files import TMP_PATTERN, atomic_write, sync_directory, write_json
-from ddp.core.run_config import RunConfig
+from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.source_hash import PROJECT_DIR
+from ddp.data.dataset import data_name
+from ddp.training.wrapping import model_name
+
+
+def default_output_dir(config: RunConfig, model: torch.nn.Module, train_set: Any) -> str:
+    """`runs/DATA-MODEL`, from the data and the model that were built."""
+    return f"{DEFAULT_PARENT}/" + re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
 
 
 class OutputDir:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from ddp.checkpoint.manager import CheckpointManager
+from ddp.checkpoint.state import UnsavedState
 from ddp.core.errors import Diverged, ExitCode, PeerLost, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import storage_errors
 from ddp.core.process_exit import process_exit
@@ -53,6 +54,7 @@ class Run:
         self.profiler: Any = NullLogger()
         self.throughput = Throughput()
         self.max_steps = config.max_steps or sys.maxsize
+        self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.stop_reason: int = signal.SIGTERM  # on which all ranks agree
         self.started = time.perf_counter()
         self.status_written = 0.0  # when status.json was last written
@@ -87,9 +89,16 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of everything passed to `resume`; and best.pt, if this step's evaluation was the best."""
+        self._refuse_unsaved_state()
         with self.throughput.paused():
             self._log(self.logger.flush, status=True)
             self.checkpoints.save(self.logger.sync)  # no checkpoint is on disk without the lines that led to it
+
+    def _refuse_unsaved_state(self) -> None:
+        if self.unsaved_state is not None and (changed := self.unsaved_state.changed()):
+            name = changed[0]
+            lost = "its state changes as the run trains, and a resumed run would lose it"
+            raise UsageError(f"main.py does not pass {name} to run.resume, but {lost}: add {name}={name} there")
 
     def _on_saved(self, step: int) -> None:
         process_exit.record_saved(step)  # for the launcher
@@ -172,6 +181,8 @@ class Run:
         self.logger.open_bar(f"epoch {state.epoch + 1}/{self.config.epochs}", loader.steps_per_epoch, left_in_epoch)
         self.throughput = Throughput(state.step, loader.wait_s)
         self.ctx.stop_sync.restart()
+        if self.unsaved_state is None:
+            self.unsaved_state = UnsavedState(sys._getframe(1).f_locals, self.checkpoints.state.values())
         yield from islice(loader.steps(state.epoch, state.samples_consumed), max(0, left))
         self.logger.bar.close()
 
@@ -184,6 +195,8 @@ class Run:
         """Count one optimizer step."""
         self.state.step += 1
         self.state.samples_consumed += self.train_loader.global_batch
+        if process_exit.step is None:  # soon after the start, and then before each checkpoint
+            self._refuse_unsaved_state()
         process_exit.step = self.state.step
         self.logger.bar.update()
         self.profiler.step()

@@ -19,7 +19,8 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any, global_batch: int) -> None:
         self.optimizer, self.config, self.lr = optimizer, config, 0.0
         self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
-        self.ratios = [group["lr"] / config.lr for group in optimizer.param_groups]  # groups may have their own rates
+        # Groups of weights may have their own rates: as `lr`, or as a factor `lr_scale` (timm's layer decay).
+        self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
 
     def set(self, epochs_done: float) -> None:
         """Set the learning rate for a step whose middle is at `epochs_done`, in epochs from the start of the run."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
@@ -65,8 +66,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
     )
-    if not config.deterministic:
-        _report_unused_weights(ddp_model, model)
+    _report_unused_weights(ddp_model)
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
@@ -76,28 +76,34 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
     return ddp_model
 
 
-def _report_unused_weights(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Let the second step raise UsageError if weights got no gradient in the first: DDP would not name them."""
-    missing = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
+    """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
+    weights = {name: weight for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
+    unused = dict(weights)  # so far
     handles = [
-        weight.register_post_accumulate_grad_hook(lambda _, name=name: missing.pop(name, None))
-        for name, weight in missing.items()
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: unused.pop(name, None))
+        for name, weight in weights.items()
     ]
-    averaged = False  # whether the previous pass was the last one of its step
+    unchecked, checked = {id(weight) for weight in weights.values()}, set[int]()
 
-    def check(*_: Any) -> None:
-        nonlocal averaged
-        if not averaged:
-            averaged = ddp_model.require_backward_grad_sync
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) in checked:  # another one may update the rest, later
             return
-        for handle in handles:
-            handle.remove()
-        if missing:
+        checked.add(id(optimizer))
+        updated = unchecked.intersection(id(weight) for group in optimizer.param_groups for weight in group["params"])
+        missing = [name for name, weight in unused.items() if id(weight) in updated]
+        if missing and not (ddp_model.find_unused_parameters or ddp_model.static_graph):
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}; {rare}")
+        unchecked.difference_update(updated)
 
-    handles.append(ddp_model.register_forward_pre_hook(check))
+    def remove(*_: Any) -> None:  # not in `check`: torch calls that while it iterates over its hooks
+        if not unchecked:
+            for handle in handles:
+                handle.remove()
+
+    handles += [register_optimizer_step_pre_hook(check), ddp_model.register_forward_pre_hook(remove)]
 
 
 def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,0 +1,616 @@
+"""Whatever the owner writes stays exact, or is refused with one line: random numbers, streams, averages, state."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from outputs import lines, newest
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+import data
+import main
+import model
+from config import Config
+from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint.state import digest
+from ddp.core.errors import SetupError, UsageError
+from ddp.data.dataset import BatchDataset, check_datasets
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.distributed.process_group import DistContext
+from ddp.training.ema import ModelEma
+from ddp.training.meter import Meter
+from ddp.training.schedule import Schedule
+from ddp.training.wrapping import wrap_model
+from faults import fault
+from processes import on_ranks, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small: a second thread would only wait for a core."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "test": 51})
+
+
+def options(*words: Any) -> Config:
+    return Config.parse([str(word) for word in words])
+
+
+def by_rank(world_size: int, function: Callable[[DistContext], Any]) -> list[Any]:
+    """What `function` returns on each rank. None leaves before all are done: others may still be connecting to it."""
+
+    def and_wait(ctx: DistContext) -> Any:
+        result = function(ctx)
+        ctx.gather(None)
+        return result
+
+    return on_ranks(world_size, and_wait, "--device=cpu", "--timeout=60")
+
+
+def the_error(output: str) -> str:
+    (error,) = [line for line in output.splitlines() if "error:" in line.lower()]
+    assert error.startswith("error: ") and "Traceback" not in output
+    return error
+
+
+# ---- random numbers in a dataset ------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset):
+    """`length` samples: (vector of two numbers, index)."""
+
+    classes = ("one", "other")
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def noise(self) -> Tensor:
+        return torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+
+
+class WholeBatches(Numbered):
+    """A pasted get_batch: whole batches with random numbers of every kind."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.stack([self.noise() for _ in indices]), torch.tensor(indices)
+
+
+class Lists(Numbered):
+    """The same, as a list of samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [(self.noise(), index) for index in indices]
+
+
+class Dictionaries(Numbered):
+    """The same, in dictionaries, and with random numbers for some samples only."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        noise = [self.noise() if index % 5 == 0 else torch.full((3,), float(index)) for index in indices]
+        return {"noise": (torch.stack(noise),), "index": torch.tensor(indices)}
+
+
+class InChunks(WholeBatches, BatchDataset):
+    """The same, several batches together."""
+
+    chunk_size = 8
+
+
+def as_pairs(batch: Any) -> Iterator[tuple[int, tuple[float, ...]]]:
+    noise, indices = (batch["noise"][0], batch["index"]) if isinstance(batch, dict) else batch
+    for index, numbers in zip(indices.tolist(), noise.tolist(), strict=True):
+        yield index, tuple(numbers)
+
+
+@fault(40)
+@pytest.mark.parametrize("kind", [WholeBatches, Lists, Dictionaries, InChunks])
+def test_random_numbers_of_getitems_are_those_of_the_sample(kind: type[Numbered]) -> None:
+    """For any number of processes, workers and samples that are read together, in training and in evaluation."""
+
+    def samples(*words: Any, start: int = 0) -> Callable[[DistContext], dict[Any, Any]]:
+        def of_rank(ctx: DistContext) -> dict[Any, Any]:
+            config, dataset = options(*words), kind()
+            training = TrainLoader(dataset, config, ctx).steps(2, samples_consumed=start)
+            found = {("train", key): value for step in training for batch in step for key, value in as_pairs(batch)}
+            evaluation = EvalLoader(dataset, config, ctx)
+            return found | {("test", key): value for batch in evaluation for key, value in as_pairs(batch)}
+
+        return of_rank
+
+    (alone,) = by_rank(1, samples("--batch-size=4", "--workers=0"))
+    assert len(alone) == 48 and len(set(alone.values())) >= 29
+    (large,) = by_rank(1, samples("--batch-size=12", "--workers=2"))
+    assert large == alone
+    two = by_rank(2, samples("--batch-size=2", "--workers=1"))
+    assert two[0] | two[1] == alone
+    (resumed,) = by_rank(1, samples("--batch-size=4", "--workers=0", start=12))
+    assert len(resumed) == 36 and resumed.items() <= alone.items()
+
+
+def test_random_numbers_that_cannot_be_made_exact_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch padded to its longest sample, with random numbers, cannot be joined from its samples."""
+
+    class Padded(Numbered):
+        def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+            return torch.rand(len(indices), 2 + max(indices) % 3), torch.zeros(len(indices), dtype=torch.long)
+
+    monkeypatch.setattr(main, "load_datasets", lambda config: (Padded(), Padded()))
+    message = r"error: dataset Padded draws random numbers in __getitems__, .* return a list of samples, and override"
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 2))
+    assert re.match(message, the_error(train(1, "--workers=0", "--batch-size=8", "--output-dir", tmp_path, code=2)))
+
+
+class Stream(Numbered):
+    """Returns what comes next, whatever the index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = iter(range(10**6))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(next(self.numbers))), index % 2
+
+
+class OwnGenerator(Numbered):
+    """Draws from a generator that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.generator.random(2, dtype=numpy.float32)), index % 2
+
+
+class OwnGeneratorInBatches(OwnGenerator):
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self.generator.random((len(indices), 2), dtype=numpy.float32)), torch.tensor(
+            indices
+        ) % 2
+
+
+class SeededGenerator(Numbered):
+    """Has a generator, but seeds it as the message says."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = numpy.random.default_rng(torch.initial_seed())
+        return torch.from_numpy(generator.random(2, dtype=numpy.float32)), index % 2
+
+
+@fault(40)
+@pytest.mark.parametrize("kind", [Stream, OwnGenerator, OwnGeneratorInBatches])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_hidden_stream_is_refused_with_one_line(
+    kind: type[Numbered], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "load_datasets", lambda config: (Subset(kind(), range(24)), Numbered()))
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 2))
+    given = ("--workers", workers, "--batch-size", 4, "--device=cpu", "--output-dir", tmp_path)
+    error = the_error(train(2, *given, code=2))
+    assert "returned two different samples for index" in error and "docs/data.md" in error
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_generator_that_is_seeded_for_each_sample_is_accepted() -> None:
+    def sums(ctx: DistContext) -> dict[float, int]:
+        steps = TrainLoader(SeededGenerator(), options("--batch-size=4", "--workers=0"), ctx).steps(1)
+        return {vector.sum().item(): 0 for step in steps for vectors, _ in step for vector in vectors}
+
+    (alone,) = by_rank(1, sums)
+    two = by_rank(2, sums)
+    assert len(alone) == 24 and two[0] | two[1] == alone
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"a": [torch.tensor([1.0, float("nan")])]}, {"a": [torch.tensor([1.0, float("nan")])]}, True),
+        (torch.zeros(2), torch.zeros(3), False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.long), False),
+        (numpy.zeros(2), numpy.array([0, 1e-9]), False),
+        (("a", 1), ("a", 2), False),
+        ((1, [2]), (1, [2]), True),
+        ({"a": 1}, {"b": 1}, False),
+        (1, 1.0, False),
+        (object(), object(), True),
+    ],
+)
+def test_samples_are_compared_by_their_values(one: Any, other: Any, equal: bool) -> None:
+    from ddp.data.dataset import same
+
+    assert same(one, other) is equal
+
+
+class UnevenChunks(Numbered, BatchDataset):
+    """Pictures of different sizes, as lists, and several batches of them together."""
+
+    chunk_size = 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(3, 4 + index % 3)
+
+    def collate(self, samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        return samples, torch.zeros(len(samples))
+
+
+def test_chunks_that_cannot_be_split_are_refused() -> None:
+    def first_batch(ctx: DistContext) -> str:
+        with pytest.raises(UsageError) as raised:
+            next(next(TrainLoader(UnevenChunks(), options("--batch-size=4", "--workers=0"), ctx).steps(0)))
+        return str(raised.value)
+
+    assert by_rank(1, first_batch)[0].startswith("a dataset with a chunk_size needs tensors with one row per sample")
+
+
+def test_chunks_are_split_also_between_the_passes_of_a_step() -> None:
+    """12 batches of 4 in 4 steps of 3 passes; a chunk has 2 batches, and the last two samples fill no step."""
+
+    def sizes(ctx: DistContext) -> list[int]:
+        config = options("--batch-size=4", "--grad-accum-steps=3", "--workers=0")
+        return [len(targets) for step in TrainLoader(InChunks(50), config, ctx).steps(0) for _, targets in step]
+
+    assert by_rank(1, sizes) == [[4] * 12] and by_rank(2, sizes) == [[4] * 6] * 2
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Countable(Endless):
+    """webdataset's `with_length` gives a stream a length."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("stream", [Endless(), Countable(), iter([1, 2])])
+def test_a_stream_is_refused_before_the_model_is_built(
+    stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "load_datasets", lambda config: (stream, Numbered()))
+    error = the_error(train(1, "--device=cpu", "--output-dir", tmp_path, code=2))
+    kind = type(stream).__name__
+    assert error.startswith(f"error: the training data ({kind}) are a stream, which cannot be read by index: ")
+
+
+def test_an_empty_test_set_is_refused() -> None:
+    with pytest.raises(SetupError, match="there are no test samples"):
+        check_datasets(Numbered(), Numbered(0))
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+class Ragged(Numbered, BatchDataset):
+    """Samples of different lengths. A batch is padded to its longest, as for detection."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1 + index % 7,), float(index))
+
+    def collate(self, samples: list[Tensor]) -> tuple[Tensor, list[int]]:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True), [len(sample) for sample in samples]
+
+
+@fault(40)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_takes_the_same_batches_for_any_number_of_processes(workers: int) -> None:
+    """So a result that depends on the rest of its batch, such as on its longest sample, is the same."""
+
+    def batches(ctx: DistContext) -> list[tuple[list[list[float]], list[int]]]:
+        loader = EvalLoader(Ragged(23), options("--batch-size=4", "--workers", workers), ctx)
+        return [(inputs.tolist(), lengths) for inputs, lengths in loader]
+
+    (alone,) = by_rank(1, batches)
+    assert [len(lengths) for _, lengths in alone] == [4, 4, 4, 4, 4, 3]
+    for world_size in (2, 3, 7):
+        ranks = by_rank(world_size, batches)
+        assert [ranks[number % world_size][number // world_size] for number in range(6)] == alone
+
+
+def test_lists_are_gathered_in_the_order_of_the_samples_each_once() -> None:
+    """Also on a rank that has no batch, and of tensors."""
+
+    def gathered(ctx: DistContext) -> tuple[list[int], list[list[float]], float]:
+        meter = Meter(ctx)
+        for inputs, lengths in EvalLoader(Ragged(23), options("--batch-size=4", "--workers=0"), ctx):
+            scores = [row[:2] for row in inputs]
+            meter.add({"lengths": lengths, "scores": scores, "count": len(lengths)})
+            if ctx.rank == 0 and lengths[0] == 1:
+                assert meter.lists
+        total = meter.take()
+        return total["lengths"], [score.tolist() for score in total["scores"]], total["count"].item()
+
+    expected = [1 + index % 7 for index in range(23)]
+    for world_size in (1, 2, 3, 7):
+        for lengths, scores, count in by_rank(world_size, gathered):
+            assert (lengths, count) == (expected, 23)
+            assert [score[0] for score in scores] == list(range(23))
+
+
+def test_lists_survive_a_resume_in_the_middle_of_a_logged_interval() -> None:
+    def resumed(ctx: DistContext) -> list[int]:
+        meter, again = Meter(ctx), Meter(ctx)
+        meter.add({"loss": torch.ones(()), "values": [2 * ctx.rank, 2 * ctx.rank + 1]})
+        again.load_state_dict(meter.state_dict())
+        again.add({"loss": torch.ones(()), "values": [10 + ctx.rank]})
+        assert again.reduce()["loss"].item() == 2 * ctx.world_size
+        return again.take()["values"]
+
+    assert by_rank(2, resumed) == [[0, 1, 2, 3, 10, 11]] * 2
+
+
+# ---- the average of the weights -------------------------------------------------------------------------------------
+
+
+def test_the_average_follows_weights_and_buffers() -> None:
+    layer = nn.BatchNorm1d(2)
+    average = ModelEma(layer, 0.75)
+    with torch.no_grad():
+        layer.weight.fill_(5.0)
+        layer.running_mean.fill_(4.0)  # type: ignore[union-attr]
+    layer.num_batches_tracked += 3  # type: ignore[operator]
+    average.update(layer)
+    assert average.module.weight.tolist() == [2.0, 2.0]  # 0.75 x 1 + 0.25 x 5
+    assert average.module.running_mean.tolist() == [1.0, 1.0]
+    assert average.module.num_batches_tracked.item() == 3
+    assert list(average.state_dict()) == list(layer.state_dict())
+    assert not any(weight.requires_grad for weight in average.module.parameters())
+
+
+@fault(40)
+def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate(tmp_path: Path, small: None) -> None:
+    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every", 2, "--model=resnet18")
+    given = (*given, "--image-size", 32, "--ema", 0.5)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    output = train(2, *given, "--epochs", 2, "--output-dir", whole)
+    assert "11,181,642 weights" in output, "without the copy"
+    train(2, *given, "--epochs", 2, "--max-steps", 3, "--output-dir", parts)
+    train(2, *given, "--epochs", 2, "--output-dir", parts)
+    contents = [checkpoint.read(newest(folder)) for folder in (whole, parts)]
+    assert digest([contents[0][name] for name in ("model", "ema")]) == digest(
+        [contents[1][name] for name in ("model", "ema")]
+    )
+    assert digest(contents[0]["ema"]) != digest(contents[0]["model"])
+    trained = lines(whole, "test")[-1]
+    for world_size in (1, 2, 3):
+        output = train(world_size, *given, "--evaluate", "--output-dir", whole)
+        assert f"loss {trained['loss']:.4f}  accuracy {trained['accuracy']:.4f}" in output
+    config = options(*given)
+    network = model.build_model(config, data.load_datasets(config)[0])
+    network.load_state_dict(contents[0]["ema"])  # as the README does
+
+    def evaluate(ctx: DistContext) -> dict[str, Any]:
+        return main.evaluate(network, EvalLoader(data.load_datasets(config)[1], config, ctx), config, ctx)
+
+    assert by_rank(1, evaluate)[0]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    error = the_error(train(1, *given[:-2], "--evaluate", "--output-dir", whole, code=4))
+    assert "ema is in the checkpoint only" in error
+    assert "--ema was 0.5, is None" in the_error(train(1, *given[:-2], "--output-dir", whole, code=4))
+
+
+# ---- what main.py forgets -------------------------------------------------------------------------------------------
+
+
+def changed_main(edits: dict[str, str]) -> Any:
+    """main.py with these lines replaced, as a module's main function."""
+    text = Path(main.__file__).read_text()
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    names: dict[str, Any] = {"__name__": "changed_main"}
+    exec(compile(text, "changed_main.py", "exec"), names)
+    return names["main"]
+
+
+@fault(40)
+def test_a_stateful_object_that_is_not_passed_to_resume_is_refused(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = changed_main({", ema=ema)": ")"})
+    monkeypatch.setattr(main, "main", forgotten)
+    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--output-dir", tmp_path)
+    error = the_error(train(1, *given, "--ema", 0.9, code=2))
+    assert "main.py does not pass ema to run.resume" in error and "add ema=ema there" in error
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_frozen_model_need_not_be_passed_to_resume(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher, for example, which does not change."""
+    line = "        model.to(ctx.device)\n"
+    with_teacher = changed_main({line: f"{line}        teacher = build_model(config, train_set)\n"})
+    monkeypatch.setattr(main, "main", with_teacher)
+    train(1, "--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path)
+
+
+class NoisySGD(torch.optim.SGD):
+    """Adds noise to the weights, as in Langevin dynamics."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(torch.randn_like(weight), alpha=0.01)
+
+
+def test_the_noise_of_an_optimizer_is_the_same_on_all_ranks_and_after_a_resume(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+        return NoisySGD(network.parameters(), lr=config.lr)
+
+    def evaluate(network: nn.Module, loader: Any, config: Config, ctx: DistContext) -> dict[str, Any]:
+        assert len(set(ctx.gather(digest(network.state_dict())))) == 1, "the ranks have different weights"
+        return metrics(network, loader, config, ctx)
+
+    metrics = main.evaluate
+    monkeypatch.setattr(main, "build_optimizer", build_optimizer)
+    monkeypatch.setattr(main, "evaluate", evaluate)
+    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 2)
+    train(2, *given, "--output-dir", tmp_path / "whole")
+    train(2, *given, "--max-steps", 3, "--output-dir", tmp_path / "parts")
+    train(2, *given, "--output-dir", tmp_path / "parts")
+    whole, parts = (checkpoint.read(newest(tmp_path / name))["model"] for name in ("whole", "parts"))
+    assert digest(whole) == digest(parts)
+
+
+# ---- groups of weights, and weights without a gradient --------------------------------------------------------------
+
+
+def test_groups_keep_their_ratios_and_timms_lr_scale() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    groups: list[dict[str, Any]] = [
+        {"params": layers[0].parameters()},
+        {"params": layers[1].parameters(), "lr": 0.01},
+        {"params": layers[2].parameters(), "lr_scale": 0.5},
+    ]
+    config = options("--lr", 0.1, "--warmup-epochs", 2, "--scale-lr")
+    optimizer = torch.optim.AdamW(groups, lr=config.lr)
+    schedule = Schedule(optimizer, config, global_batch=128)
+    schedule.set(1.0)  # half of the warm-up; linear scaling doubles the rate
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.01, 0.05])
+    assert schedule.lr == pytest.approx(0.1)
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).relu())
+
+
+def test_a_model_may_be_called_twice_before_one_backward_pass() -> None:
+    """D(real) and D(fake) of a GAN, over several steps; another model has an optimizer of its own."""
+
+    def trained(ctx: DistContext) -> list[float]:
+        torch.manual_seed(0)
+        network, other, config = Discriminator(), Discriminator(), options("--device=cpu")
+        ddp_model, ddp_other = wrap_model(network, config, ctx), wrap_model(other, config, ctx)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (network, other)]
+        for step in range(3):
+            torch.manual_seed(10 * step + ctx.rank)
+            loss = F.softplus(-ddp_model(torch.randn(8, 4))).mean() + F.softplus(ddp_model(torch.randn(8, 4))).mean()
+            loss.backward()
+            optimizers[0].step()
+            ddp_other(torch.randn(8, 4)).sum().backward()
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return [weight.sum().item() for weight in (*network.parameters(), *other.parameters())]
+
+    ranks = by_rank(2, trained)
+    assert ranks[0] == ranks[1]
+
+
+class Forgetful(Discriminator):
+    """The first layer is not used."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(inputs)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_weights_without_a_gradient_are_named_unless_the_owner_allows_them(allowed: bool) -> None:
+    def trained(ctx: DistContext) -> str:
+        network, config = Forgetful(), options("--device=cpu")
+        ddp_model = wrap_model(network, config, ctx)
+        if allowed:  # as the message says: find_unused_parameters=True in wrapping.py
+            ddp_model = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        try:
+            for _ in range(3):
+                ddp_model(torch.randn(8, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    for message in by_rank(2, trained):
+        assert message.startswith("the loss does not depend on first.weight, first.bias: ")
+
+
+# ---- mixing ---------------------------------------------------------------------------------------------------------
+
+
+class Mixed(Numbered, BatchDataset):
+    """Mixup, with random numbers of every kind, as libraries draw them."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3,), float(index)), index
+
+    def mix(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        part = numpy.random.beta(1, 1) * random.random()
+        return part * inputs + (1 - part) * inputs[torch.randperm(len(inputs))], targets
+
+
+class MixedInChunks(Mixed):
+    chunk_size = 8
+
+
+@pytest.mark.parametrize("kind", [Mixed, MixedInChunks])
+def test_a_batch_is_mixed_alike_after_a_resume_and_only_in_training(kind: type[Mixed]) -> None:
+    def batches(start: int) -> Callable[[DistContext], list[Any]]:
+        def of_rank(ctx: DistContext) -> list[Any]:
+            before = torch.get_rng_state().tolist()
+            loader = TrainLoader(kind(), options("--batch-size=4", "--workers=0"), ctx)
+            found = [(inputs.tolist(), targets.tolist()) for step in loader.steps(1, start) for inputs, targets in step]
+            assert torch.get_rng_state().tolist() == before
+            return found
+
+        return of_rank
+
+    whole, rest = by_rank(2, batches(0)), by_rank(2, batches(8))
+    assert [rank[1:] for rank in whole] == rest
+    assert len({json.dumps(inputs) for rank in whole for inputs, _ in rank}) == 6
+    assert any(inputs[0] != [targets[0]] * 3 for rank in whole for inputs, targets in rank)
+
+    def evaluated(ctx: DistContext) -> bool:
+        loader = EvalLoader(kind(), options("--batch-size=4", "--workers=0"), ctx)
+        return all((inputs[:, 0] == targets).all() for inputs, targets in loader)
+
+    assert by_rank(1, evaluated) == [True]
+
+
+# ---- values that are not finite from the start ----------------------------------------------------------------------
+
+
+def test_a_mask_of_minus_infinity_is_no_divergence(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3 * 32 * 32, 10)
+            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.layer(images.flatten(1))
+
+    monkeypatch.setattr(main, "build_model", lambda config, train_set: Masked())
+    train(1, "--dataset=synthetic", "--device=cpu", "--batch-size=8", "--epochs=1", "--output-dir", tmp_path)
+    assert checkpoint.read(newest(tmp_path))["model"]["mask"][1] == float("-inf")
