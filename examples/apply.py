@@ -9,9 +9,12 @@ NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/model.py"))
 
 
 def apply(name: str, project: Path) -> None:
-    """Replace model.py, data.py and config.py; add the README as EXAMPLE.md; delete the test of the ToyModel."""
-    for file in ("model.py", "data.py", "config.py"):
-        shutil.copyfile(EXAMPLES / name / file, project / file)
+    """Replace model.py, data.py, config.py and, for a few, main.py; add the README as EXAMPLE.md.
+
+    Delete the test of the ToyModel.
+    """
+    for file in (EXAMPLES / name).glob("*.py"):
+        shutil.copyfile(file, project / file.name)
     shutil.copyfile(EXAMPLES / name / "README.md", project / "EXAMPLE.md")
     (project / "tests/test_toy_model.py").unlink(missing_ok=True)
 

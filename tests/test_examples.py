@@ -6,6 +6,8 @@ The project's own tests cover most of this, because they hold for any task. Thes
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import itertools
 import os
 import re
 import signal
@@ -26,7 +28,7 @@ from ddp.core.errors import UsageError
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = ["language_model", "linear_regression", "voc_segmentation"]
+NAMES = ["gan", "language_model", "linear_regression", "voc_segmentation"]
 
 
 def readme(name: str) -> str:
@@ -61,7 +63,7 @@ def run(project: Path, *command: Any, code: int = 0) -> str:
 def train(project: Path, *options: Any, code: int = 0) -> str:
     """What main.py prints there."""
     output = run(project, "main.py", "--device", "cpu", *options, code=code)
-    assert "ToyModel" not in output and "cifar10" not in output
+    assert not re.search("ToyModel|cifar10[-:]", output)
     return output
 
 
@@ -105,7 +107,7 @@ def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *o
         assert float(one) == pytest.approx(two[name], abs=1e-3), (name, output)
 
 
-# ---- the three tasks ------------------------------------------------------------------------------------------------
+# ---- the tasks ------------------------------------------------------------------------------------------------------
 
 
 def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
@@ -125,10 +127,10 @@ def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
     own_tests_pass(project)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
     train(project, "--nproc", 2, *options_of(readme("language_model")), *options)
-    last = lines(project / "runs/text", "test")[-1]
+    last = lines(project / "runs/text-Transformer", "test")[-1]
     assert last["bits"] < 5.5, "an untrained model has 8"
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
-    an_evaluation_by_one_process_is_the_same(project, project / "runs/text", *options)
+    an_evaluation_by_one_process_is_the_same(project, project / "runs/text-Transformer", *options)
     (project / "data/text.txt").write_text("short")
     assert "is too short" in train(project, "--output-dir", "new", code=3)
 
@@ -175,6 +177,131 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     own_tests_pass(project, "-k", "not killed")  # tested above, with these files
 
 
+def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
+    """With the command of its README, then the Python code of its README."""
+    project, text = render("gan", tmp_path), readme("gan")
+    own_tests_pass(project)
+    train(project, "--nproc", 2, *options_of(text), "--epochs", 1)
+    (last,) = lines(project / "runs/synthetic-DCGAN", "test")
+    assert last["distance"] < 5.5, "untrained it is 6.3"
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    run(project, "-c", block)
+    assert Image.open(project / "generated.png").size == (274, 274), "8 x 8 images"
+    output = run(
+        project,
+        *("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 2, "--batch-size", 8),
+        *("--seconds", 0.02, "--repeats", 1),
+    )
+    assert output.startswith("DCGAN, 32 x 32, fp32, batch 8\n"), output
+
+
+@pytest.mark.parametrize("name", ["real", "fake", "fooled"])
+def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(name: str, tmp_path: Path) -> None:
+    """Of the discriminator, for real or generated images; and of the generator."""
+    project = render("gan", tmp_path)
+    with (project / "model.py").open("a") as file:
+        file.write(
+            "\n\ndef compute_loss(outputs, targets, config, whole=compute_loss):\n"
+            f"    return whole(outputs, targets, config) * (float('nan') if '{name}' in outputs else 1)\n"
+        )
+    output = train(project, "--nproc", 2, "--dataset", "synthetic", "--batch-size", 4, "--log-every", 1, code=6)
+    assert "the loss is no longer finite" in output
+
+
+def compare_gradients() -> None:
+    """In a project with the GAN: the first steps of main.py, against those of a loop without DDP."""
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    sys.path.append("tests")
+    from torch import nn
+
+    import data
+    import main
+    import model
+    from config import Config
+    from ddp.checkpoint import checkpoint_file
+    from ddp.data.loader import TrainLoader
+    from processes import on_ranks, train
+
+    steps, options = 3, ["--dataset", "synthetic"]
+    build = model.build_model
+
+    def build_without_batch_norm(config, train_set):
+        """BatchNorm depends on how the batch is divided among processes."""
+        built = build(config, train_set)
+        for number, part in enumerate(built.generator):
+            if isinstance(part, nn.BatchNorm2d):
+                built.generator[number] = nn.GroupNorm(8, part.num_features)
+        return built
+
+    def plain_loop(ctx):
+        """As in pytorch/examples/dcgan."""
+        config = Config.parse([*options, "--batch-size", "16"])
+        train_set, _ = data.load_datasets(config)
+        torch.manual_seed(config.seed)
+        both = build_without_batch_norm(config, train_set)
+        generator, discriminator, loss = both.generator, both.discriminator, nn.BCEWithLogitsLoss()
+        optimizer_g, optimizer_d = (
+            torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.5, 0.999))
+            for network in (generator, discriminator)
+        )
+        batches = TrainLoader(train_set, config, ctx).steps(epoch=0)
+        for _ in range(steps):
+            images, noise = next(next(batches))
+            ones, zeros = torch.ones(16), torch.zeros(16)
+            discriminator.zero_grad()
+            loss(discriminator(images), ones).backward()
+            generated = generator(noise)
+            loss(discriminator(generated.detach()), zeros).backward()
+            optimizer_d.step()
+            generator.zero_grad()
+            loss(discriminator(generated), ones).backward()
+            optimizer_g.step()
+        return averages(optimizer_g.state_dict(), optimizer_d.state_dict())
+
+    def averages(*optimizers):
+        """Of the gradients of all steps: Adam's."""
+        return [state["exp_avg"] for optimizer in optimizers for state in optimizer["state"].values()]
+
+    main.build_model = build_without_batch_norm
+    torch.randn_like = lambda noise: noise  # that of the data, which depends on the sample alone
+    (expected,) = on_ranks(1, plain_loop)
+    assert len(expected) == 18, "all weights of both"
+    for world_size, batch_size, passes in ((1, 16, 1), (2, 8, 1), (2, 4, 2)):
+        with tempfile.TemporaryDirectory() as folder:
+            batch = ("--batch-size", batch_size, "--grad-accum-steps", passes)
+            train(world_size, *options, *batch, "--max-steps", steps, "--output-dir", folder)
+            saved = checkpoint_file.read(next(Path(folder).glob("checkpoints/*.pt")))
+        found = averages(saved["optimizer_g"], saved["optimizer_d"])
+        for one, other in zip(found, expected, strict=True):
+            error = ((one - other).norm() / other.norm()).item()
+            assert error < 1e-5, (world_size, passes, error)
+
+
+def test_the_gradients_of_the_gan_are_those_of_one_process_without_ddp(tmp_path: Path) -> None:
+    """With 1 and 2 processes and accumulated gradients. A step would have others if DDP averaged too often or too
+    rarely, or if the generator's loss left a gradient in the discriminator."""
+    run(render("gan", tmp_path), "-c", f"{inspect.getsource(compare_gradients)}\n\ncompare_gradients()")
+
+
+def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(template: Path) -> None:
+    def around_the_step(path: Path) -> list[str]:
+        text = re.sub(r'^""".*?^"""|^def update\(.*?\n\n\n', "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        before, _, rest = text.partition("\n        # Two names ")
+        resume, _, rest = rest.partition("        run.resume(")[2].partition(" seed_step(")
+        return [
+            before,
+            resume.replace("ddp_model.train()", "model.train()"),
+            rest.partition("if ema is not None:\n")[2],
+        ]
+
+    assert around_the_step(EXAMPLES / "gan/main.py") == around_the_step(template / "main.py")
+
+
 # ---- the files of an example ----------------------------------------------------------------------------------------
 
 
@@ -182,14 +309,16 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
 def test_an_example_is_three_files_and_a_readme(name: str) -> None:
     assert sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")) == NAMES
     files = {path.name for path in (EXAMPLES / name).iterdir()} - {"__pycache__"}
-    assert files == {"model.py", "data.py", "config.py", "README.md"}
+    assert files - {"main.py"} == {"model.py", "data.py", "config.py", "README.md"}
+    assert ("main.py" in files) == (name == "gan"), "several networks and optimizers need another step"
 
 
 FOREIGN_OPTIONS = [
     *((name, "--dataset", "imagefolder") for name in NAMES),
     *((name, "--cache", "cache") for name in NAMES),
-    *((name, "--model", "resnet18") for name in ("language_model", "linear_regression")),
-    *((name, "--image-size", "64") for name in ("language_model", "linear_regression")),
+    *((name, "--model", "resnet18") for name in ("gan", "language_model", "linear_regression")),
+    *((name, "--image-size", "64") for name in ("gan", "language_model", "linear_regression")),
+    ("gan", "--momentum", "0.9"),
     ("language_model", "--momentum", "0.9"),
     ("linear_regression", "--beta1", "0.9"),
     ("linear_regression", "--data-dir", "data"),
@@ -232,20 +361,21 @@ def test_every_command_of_a_readme_has_valid_options(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("linear_regression", [], {"output_dir": "runs/line", "dataset": "synthetic"}),
-        ("language_model", [], {"output_dir": "runs/text", "dataset": "text"}),
-        ("language_model", ["--dataset", "synthetic"], {"output_dir": "runs/synthetic"}),
+        ("gan", [], {"dataset": "cifar10", "width": 64}),
+        ("gan", ["--dataset", "synthetic"], {"width": 16}),
+        ("linear_regression", [], {"dataset": "synthetic"}),
+        ("language_model", [], {"dataset": "text"}),
         (
             *("voc_segmentation", []),
-            {"output_dir": "runs/voc-deeplabv3_resnet101", "model": "deeplabv3_resnet101", "image_size": 480},
+            {"model": "deeplabv3_resnet101", "image_size": 480},
         ),
         (
             *("voc_segmentation", ["--dataset", "synthetic"]),
-            {"output_dir": "runs/synthetic-lraspp_mobilenet_v3_large", "image_size": 64},
+            {"image_size": 64},
         ),
         (
             *("voc_segmentation", ["--dataset", "synthetic", "--model", "fcn_resnet50", "--image-size", "96"]),
-            {"output_dir": "runs/synthetic-fcn_resnet50", "model": "fcn_resnet50", "image_size": 96},
+            {"model": "fcn_resnet50", "image_size": 96},
         ),
         ("voc_segmentation", ["--output-dir", "here"], {"output_dir": "here"}),
     ],
@@ -263,9 +393,9 @@ def test_a_warm_up_that_is_longer_than_the_training_is_refused(name: str) -> Non
 
 def test_a_beta_of_1_is_refused() -> None:
     """torch would raise a ValueError in every process."""
-    for option in ("--beta1", "--beta2"):
+    for name, option in itertools.product(("gan", "language_model"), ("--beta1", "--beta2")):
         with pytest.raises(UsageError, match=f"{option}: '1' must be a number >= 0 and <= "):
-            module("language_model", "config").Config.parse([option, "1"])
+            module(name, "config").Config.parse([option, "1"])
 
 
 def module(example: str, name: str) -> Any:
