@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 # Tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
 IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test own-tests check lint types bench
+.PHONY: demo test own-tests ports check lint types bench
 
 demo: $(VENV)/ready
 	$(BIN)/python scripts/demo.py
@@ -27,6 +27,10 @@ test: $(VENV)/ready
 # The tests that every generated project has.
 own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
+
+# Programs of others, as the task of a rendered project. `make test` runs them too.
+ports: $(VENV)/ready
+	$(PYTEST) tests/ports $(IN_PARALLEL)
 
 check: lint types
 	$(PYTEST) tests -m 'not slow' $(IN_PARALLEL)

@@ -1,0 +1,63 @@
+"""Other people's programs, as the task of a rendered project: each folder here holds the files that its user writes.
+
+The project's own tests, which run here too, kill a run in the middle of an epoch and compare every tensor of the
+resumed run, and evaluate with 1, 2 and 3 processes. `make ports` installs the packages that some need.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+PORTS = {path.parent.name: path.parent for path in sorted(HERE.glob("*/model.py"))}
+PORTS["gan"] = REPOSITORY / "examples/gan"  # the only one with a main.py of its own
+NEEDS = {"timm_vit": "timm", "transformers_bert": "transformers"}
+
+
+def run(project: Path, *words: str) -> str:
+    """The output of `python WORDS` in the project. Fails unless it exits with 0."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=project, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("port", PORTS)
+def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Path) -> None:
+    package = NEEDS.get(port)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make ports")
+    project = Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path)))
+    for file in PORTS[port].glob("*.py"):
+        shutil.copy(file, project)
+    (project / "tests/test_toy_model.py").unlink()
+    tested = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert re.search(r"\b\d+ passed", tested) and "skipped" not in tested, tested
+    train = ("main.py", "--dataset", "synthetic", "--device", "cpu", "--max-steps", "2", "--output-dir")
+    for processes in ("1", "2"):
+        output = run(project, *train, f"runs/{processes}", "--nproc", processes)
+        assert "done in" in output and "warning" not in output
+    short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
+    output = run(project, "benchmark.py", "--dataset", "synthetic", *short)
+    assert "samples/s" in output
+
+
+def test_the_readme_has_the_number_of_lines_of_each_file() -> None:
+    table = re.findall(r"^\|[^|]*\|(?: *\d+ \|){3} *\d* *\|$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    found = sorted([int(cell) for cell in row.split("|")[2:6] if cell.strip()] for row in table)
+    names = ("model.py", "data.py", "config.py", "main.py")
+    files = [[folder / name for name in names if (folder / name).exists()] for folder in PORTS.values()]
+    assert found == sorted([len(file.read_text().splitlines()) for file in each] for each in files)
