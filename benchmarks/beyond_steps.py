@@ -74,7 +74,7 @@ class Scale:
     models: tuple[tuple[str, int, int], ...] = (("ToyModel", 128, 20), ("resnet18", 8, 16))  # batch, steps per save
 
 
-QUICK = Scale(1_280, (128,), 2, (0.0, 0.99), 1, 2, (("ToyModel", 16, 8), ("resnet18", 2, 6)))
+QUICK = Scale(2_560, (128,), 2, (0.0, 0.99), 1, 2, (("ToyModel", 16, 8), ("resnet18", 2, 6)))
 
 
 class Bench:

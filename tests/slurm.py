@@ -61,7 +61,7 @@ class Slurm:
         """What a command of Slurm prints, called on the first node in a folder."""
         words = ["ip", "netns", "exec", self.machines[0].namespace, *(str(word) for word in command)]
         environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environ}
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, f"{words[4:]}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -189,7 +189,7 @@ def _start(cluster: Slurm, machine: Machine, *command: Any) -> None:
 
 
 def _wait_for_nodes(cluster: Slurm) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     states = ""
     while states != "idle\nidle\n":
         logs = "\n".join(file.read_text() for file in cluster.folder.glob("*.log"))

@@ -71,7 +71,7 @@ class Run:
                     children.append(pid)
         return sorted(children)
 
-    def until(self, condition: Callable[[], Any], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], timeout: float = 180) -> None:
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end and self.launcher.poll() is None, (

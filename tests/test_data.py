@@ -1318,7 +1318,7 @@ def test_torchvisions_own_transforms_work_as_data_py_shows_them(images: Path) ->
     assert inputs.shape == (3, 24, 24) and targets == 0 and names["train_set"].classes == ["cat", "dog"]
 
 
-def test_the_name_of_the_data_is_that_of_the_dataset_or_of_the_option() -> None:
+def test_the_name_of_the_data_is_that_of_the_dataset_or_its_class() -> None:
     class Named(Numbers):
         name = "my numbers"
 
@@ -1331,7 +1331,7 @@ def test_the_name_of_the_data_is_that_of_the_dataset_or_of_the_option() -> None:
         found = [TrainLoader(dataset, config, ctx).name for dataset in datasets]
         return [*found, TrainLoader(Numbers(8), RunConfig(batch_size=2, workers=0), ctx).name]
 
-    assert by_rank(1, names) == [["my numbers", "my batches", "my batches", "cifar10", "Numbers"]]
+    assert by_rank(1, names) == [["my numbers", "my batches", "my batches", "Numbers", "Numbers"]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -321,7 +321,7 @@ def test_tensorboard_shows_the_curves_of_a_run(edited: Path) -> None:
     ) as server:
         try:
             tags = {}
-            end = time.monotonic() + 60
+            end = time.monotonic() + 180
             while "cifar10-ToyModel/tensorboard" not in tags and time.monotonic() < end:
                 time.sleep(0.2)
                 with suppress(OSError):

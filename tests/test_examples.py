@@ -343,7 +343,7 @@ def test_options_of_another_task_are_refused_before_any_process_starts(name: str
         assert (project / "processes").read_text() == "one ", "main.py has started other processes"
         (project / "processes").unlink()
         command = ["bash", project / "launch_node.sh", "--nproc-per-node", "2", "--", option, value]
-        done = subprocess.run(list(map(str, command)), cwd=project, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(list(map(str, command)), cwd=project, capture_output=True, text=True, timeout=180)
         assert done.returncode == 2 and done.stdout == "" and option in done.stderr, done.stdout + done.stderr
         assert done.stderr.count("\n") == 1 and not (project / "processes").exists(), done.stderr
     assert not (project / "runs").exists()

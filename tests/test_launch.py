@@ -498,7 +498,7 @@ class Spawned:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while len(list(output.glob("checkpoints/step_*.pt"))) < 2:  # all ranks know of the first one
             assert time.monotonic() < end and self.parent.poll() is None, self.log.read_text()
             time.sleep(0.05)
@@ -669,7 +669,7 @@ def test_workers_save_and_exit_for_any_end_of_torchrun(number: int, tmp_path: Pa
             stdout=log,
             stderr=log,
         )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not list(output.glob("checkpoints/step_*.pt")):
         assert time.monotonic() < end and run.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 def wait_for(path: Path, ranks: Ranks) -> None:
     """Wait until `path` exists. Fails with the run's output if it does not appear."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear:\n{ranks.output()}"
         time.sleep(0.005)

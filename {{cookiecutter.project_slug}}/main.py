@@ -14,7 +14,7 @@ from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.seeds import seed_everything, seed_step
+from ddp.distributed.seeds import same_on_all_ranks, seed_everything, seed_step
 from ddp.entrypoint.launch import launch
 from ddp.training.ema import ModelEma
 from ddp.training.meter import Meter
@@ -86,8 +86,8 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 if config.clip_grad is not None:
                     scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
                     torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
-                seed_step(config.seed, run.state.step, rank=-1)  # an optimizer's noise must be the same on all ranks
-                scaler.step(optimizer)
+                with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
+                    scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
                 if ema is not None:

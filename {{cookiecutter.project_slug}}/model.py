@@ -70,7 +70,8 @@ def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Sums over the samples of a batch, which are added up over batches and ranks. Training needs `loss`.
 
-    A list, with one entry per sample, is gathered in the order of the samples: for metrics that need all predictions.
+    A run ends when `loss` is not finite: let it include every loss. A list, with one entry per sample, is gathered in
+    the order of the samples: for metrics that need all predictions.
     """
     return {
         "loss": loss.detach() * len(targets),

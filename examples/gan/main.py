@@ -16,7 +16,7 @@ from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.seeds import seed_everything, seed_step
+from ddp.distributed.seeds import same_on_all_ranks, seed_everything, seed_step
 from ddp.entrypoint.launch import launch
 from ddp.training.ema import ModelEma
 from ddp.training.meter import Meter
@@ -102,7 +102,6 @@ def main(config: Config, rank_env: RankEnv) -> None:
 
                 # 2. The generator, from the same noise. The discriminator's weights are constants here, and it is not
                 # wrapped: this loss leaves no gradient in it, and its DDP wrapper takes no part.
-                seed_step(config.seed, run.state.step, ctx.rank)  # `update` has seeded all ranks alike
                 for number, (_, noise) in enumerate(pairs, start=1):
                     with accumulate(ddp_generator, last=number == config.grad_accum_steps):
                         with autocast(config, ctx):
@@ -135,8 +134,8 @@ def update(
     if config.clip_grad is not None:
         scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
         torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip_grad)
-    seed_step(config.seed, step, rank=-1)  # an optimizer's noise must be the same on all ranks
-    scaler.step(optimizer)
+    with same_on_all_ranks(config.seed, step):  # if the optimizer draws noise
+        scaler.step(optimizer)
     optimizer.zero_grad()
 
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,19 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(derived)  # 40 times cheaper than torch.manual_seed
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(derived)
+
+
+@contextmanager
+def same_on_all_ranks(seed: int, step: int) -> Iterator[None]:
+    """Let torch draw the same numbers on every rank within the block: noise of an optimizer, for example."""
+    before = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    seed_step(seed, step, rank=-1)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        if before[1] is not None:
+            torch.cuda.set_rng_state(before[1])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Run:
         Each part of `state` has state_dict() and load_state_dict(). From now on a request to stop waits for the end of
         a step. Raises CheckpointError if no checkpoint can be used, or if it belongs to another model or other options.
         """
+        if "schedule" not in state:
+            raise UsageError("run.resume needs schedule=...: the one whose learning rate is logged")
         self.train_loader, self.schedule = train_loader, state["schedule"]
         seed_rank(self.config.seed, self.ctx.rank)
         self.resumed_from = self.checkpoints.resume(train_loader, state)
