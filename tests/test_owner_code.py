@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,19 @@ import torch
 import torch.nn.functional as F
 from outputs import lines, newest
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 import data
 import main
 import model
 from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.state import digest
+from ddp.checkpoint.state import UnsavedState, digest
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.tree import map_tensors
 from ddp.training.ema import ModelEma
 from ddp.training.meter import Meter
 from ddp.training.schedule import Schedule
@@ -107,6 +110,14 @@ class Dictionaries(Numbered):
         return {"noise": (torch.stack(noise),), "index": torch.tensor(indices)}
 
 
+class OwnGenerators(Numbered):
+    """A generator of its own, made from torch's seed for each batch."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        generator = numpy.random.default_rng(torch.initial_seed())
+        return torch.from_numpy(generator.random((len(indices), 3))), torch.tensor(indices)
+
+
 class InChunks(WholeBatches, BatchDataset):
     """The same, several batches together."""
 
@@ -120,7 +131,7 @@ def as_pairs(batch: Any) -> Iterator[tuple[int, tuple[float, ...]]]:
 
 
 @fault(40)
-@pytest.mark.parametrize("kind", [WholeBatches, Lists, Dictionaries, InChunks])
+@pytest.mark.parametrize("kind", [WholeBatches, Lists, Dictionaries, OwnGenerators, InChunks])
 def test_random_numbers_of_getitems_are_those_of_the_sample(kind: type[Numbered]) -> None:
     """For any number of processes, workers and samples that are read together, in training and in evaluation."""
 
@@ -144,17 +155,38 @@ def test_random_numbers_of_getitems_are_those_of_the_sample(kind: type[Numbered]
     assert len(resumed) == 36 and resumed.items() <= alone.items()
 
 
-def test_random_numbers_that_cannot_be_made_exact_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch padded to its longest sample, with random numbers, cannot be joined from its samples."""
+class Padded(Numbered):
+    """Pads a batch to its longest sample."""
 
-    class Padded(Numbered):
-        def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-            return torch.rand(len(indices), 2 + max(indices) % 3), torch.zeros(len(indices), dtype=torch.long)
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.rand(len(indices), 2 + max(indices) % 3), torch.zeros(len(indices), dtype=torch.long)
 
-    monkeypatch.setattr(main, "load_datasets", lambda config: (Padded(), Padded()))
-    message = r"error: dataset Padded draws random numbers in __getitems__, .* return a list of samples, and override"
+
+class TimeFirst(Numbered):
+    """[time, batch], as recurrent networks take it."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.rand(5, len(indices)), torch.zeros(len(indices), dtype=torch.long)
+
+
+@pytest.mark.parametrize("kind", [Padded, TimeFirst])
+def test_random_numbers_that_cannot_be_made_exact_are_refused(
+    kind: type[Numbered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch with random numbers that cannot be joined from its samples."""
+    monkeypatch.setattr(main, "load_datasets", lambda config: (kind(), kind()))
+    message = f"error: dataset {kind.__name__} draws random numbers in __getitems__, .* return a list of samples, and "
     monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 2))
     assert re.match(message, the_error(train(1, "--workers=0", "--batch-size=8", "--output-dir", tmp_path, code=2)))
+
+
+def test_the_hooks_of_joined_data_sets_are_not_ignored() -> None:
+    """torch's ConcatDataset has none of its parts' hooks."""
+    from ddp.data.dataset import hooks_of
+
+    with pytest.raises(UsageError, match="dataset ConcatDataset holds a BatchDataset, whose hooks would be ignored"):
+        hooks_of(Subset(ConcatDataset([Numbered(), InChunks()]), range(3)))
+    assert type(hooks_of(ConcatDataset([Numbered(), Numbered()]))) is BatchDataset
 
 
 class Stream(Numbered):
@@ -218,6 +250,13 @@ def test_a_generator_that_is_seeded_for_each_sample_is_accepted() -> None:
     assert len(alone) == 24 and two[0] | two[1] == alone
 
 
+@dataclass
+class Boxes:
+    """What a detection data set returns; its == compares tensors, and raises."""
+
+    corners: Tensor
+
+
 @pytest.mark.parametrize(
     ("one", "other", "equal"),
     [
@@ -230,6 +269,14 @@ def test_a_generator_that_is_seeded_for_each_sample_is_accepted() -> None:
         ({"a": 1}, {"b": 1}, False),
         (1, 1.0, False),
         (object(), object(), True),
+        ((float("nan"), 1.0), (float("nan"), 1.0), True),
+        (float("nan"), 1.0, False),
+        (Boxes(torch.zeros(2)), Boxes(torch.zeros(2)), True),
+        (Boxes(torch.zeros(2)), Boxes(torch.ones(2)), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        ("cat", "cat", True),
+        ("cat", "dog", False),
+        (None, None, True),
     ],
 )
 def test_samples_are_compared_by_their_values(one: Any, other: Any, equal: bool) -> None:
@@ -250,10 +297,18 @@ class UnevenChunks(Numbered, BatchDataset):
         return samples, torch.zeros(len(samples))
 
 
-def test_chunks_that_cannot_be_split_are_refused() -> None:
+class NamedChunks(UnevenChunks):
+    """With the names of the files, one per sample, in a list: it would go whole to each batch of the chunk."""
+
+    def collate(self, samples: list[Tensor]) -> tuple[Tensor, list[str]]:  # type: ignore[override]
+        return torch.zeros(len(samples)), ["a.png"] * len(samples)
+
+
+@pytest.mark.parametrize("kind", [UnevenChunks, NamedChunks])
+def test_chunks_that_cannot_be_split_are_refused(kind: type[UnevenChunks]) -> None:
     def first_batch(ctx: DistContext) -> str:
         with pytest.raises(UsageError) as raised:
-            next(next(TrainLoader(UnevenChunks(), options("--batch-size=4", "--workers=0"), ctx).steps(0)))
+            next(next(TrainLoader(kind(), options("--batch-size=4", "--workers=0"), ctx).steps(0)))
         return str(raised.value)
 
     assert by_rank(1, first_batch)[0].startswith("a dataset with a chunk_size needs tensors with one row per sample")
@@ -328,6 +383,24 @@ def test_evaluation_takes_the_same_batches_for_any_number_of_processes(workers: 
         assert [ranks[number % world_size][number // world_size] for number in range(6)] == alone
 
 
+def test_what_an_evaluation_draws_at_random_depends_on_the_batch_alone() -> None:
+    """A model or a loss may draw: a diffusion model's noise, for example. The training's generators are left alone."""
+
+    def draws(ctx: DistContext) -> list[Tensor]:
+        before = torch.rand(ctx.rank + 1), torch.get_rng_state()
+        found = []
+        for _ in EvalLoader(Ragged(23), options("--batch-size=4", "--workers=0"), ctx):
+            found.append([random.random(), numpy.random.rand(), torch.rand(()).item()])
+        assert torch.equal(before[1], torch.get_rng_state())
+        return found
+
+    (alone,) = by_rank(1, draws)
+    assert len(alone) == 6 and len({repr(numbers) for numbers in alone}) == 6
+    for world_size in (2, 3):
+        ranks = by_rank(world_size, draws)
+        assert [ranks[number % world_size][number // world_size] for number in range(6)] == alone
+
+
 def test_lists_are_gathered_in_the_order_of_the_samples_each_once() -> None:
     """Also on a rank that has no batch, and of tensors."""
 
@@ -378,6 +451,38 @@ def test_the_average_follows_weights_and_buffers() -> None:
     assert not any(weight.requires_grad for weight in average.module.parameters())
 
 
+class Lazy(nn.Module):
+    """A causal mask, and a buffer that the first forward pass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    def forward(self) -> None:
+        self.register_buffer("a_first_by_name", torch.full((3,), 7.0))
+
+
+def test_the_average_of_a_mask_and_of_a_later_buffer() -> None:
+    network = Lazy()
+    average = ModelEma(network, 0.5)
+    network()
+    with torch.no_grad():
+        network.weight.fill_(3.0)
+    average.update(network)
+    assert average.module.weight.tolist() == [2.0]
+    assert average.module.mask.tolist() == [0.0, float("-inf")]  # type: ignore[union-attr,operator]
+    average.module()  # an evaluation
+    network.a_first_by_name.fill_(8.0)  # type: ignore[union-attr,operator]
+    average.update(network)
+    assert average.module.a_first_by_name.tolist() == [8.0] * 3  # type: ignore[union-attr,operator]
+
+
+def test_an_average_that_follows_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="--ema 1 would never follow the weights: pass less than 1"):
+        options("--ema", 1)
+
+
 @fault(40)
 def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate(tmp_path: Path, small: None) -> None:
     given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every", 2, "--model=resnet18")
@@ -405,7 +510,7 @@ def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate
 
     assert by_rank(1, evaluate)[0]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     error = the_error(train(1, *given[:-2], "--evaluate", "--output-dir", whole, code=4))
-    assert "ema is in the checkpoint only" in error
+    assert error.startswith("error: cannot evaluate ") and "ema is in the checkpoint only" in error
     assert "--ema was 0.5, is None" in the_error(train(1, *given[:-2], "--output-dir", whole, code=4))
 
 
@@ -443,6 +548,45 @@ def test_a_frozen_model_need_not_be_passed_to_resume(
     with_teacher = changed_main({line: f"{line}        teacher = build_model(config, train_set)\n"})
     monkeypatch.setattr(main, "main", with_teacher)
     train(1, "--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path)
+
+
+class SavesAnother:
+    """A wrapper around an optimizer that saves it, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.slow = inner, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lookahead(SavesAnother, torch.optim.Optimizer):
+    pass
+
+
+def test_what_a_saved_object_holds_and_saves_is_not_reported() -> None:
+    """The parts of a SequentialLR and of a Lookahead; a class; but not the optimizer that a scheduler only holds."""
+    network = nn.Linear(2, 2)
+    inner = torch.optim.Adam(network.parameters())
+    warmup, decay = torch.optim.lr_scheduler.LinearLR(inner), torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    both = torch.optim.lr_scheduler.SequentialLR(inner, [warmup, decay], [9])
+    outer = Lookahead(inner)
+    variables = {"inner": inner, "warmup": warmup, "decay": decay, "both": both, "outer": outer, "Net": nn.Linear}
+
+    def changed_after_a_step(saved: list[Any]) -> list[str]:
+        unsaved = UnsavedState(variables, saved)
+        network(torch.ones(2)).sum().backward()
+        inner.step()
+        both.step()
+        outer.slow += 1
+        return unsaved.changed()
+
+    assert changed_after_a_step([network, outer, both]) == []
+    assert changed_after_a_step([network, both]) == ["inner", "outer"]
+    assert changed_after_a_step([network, outer]) == ["warmup", "both"]
 
 
 class NoisySGD(torch.optim.SGD):
@@ -554,6 +698,47 @@ def test_weights_without_a_gradient_are_named_unless_the_owner_allows_them(allow
         assert message.startswith("the loss does not depend on first.weight, first.bias: ")
 
 
+def test_an_optimizer_may_call_a_closure_before_the_first_backward_pass() -> None:
+    """torch's LBFGS; and another model's optimizer steps first."""
+
+    def trained(ctx: DistContext) -> list[float]:
+        torch.manual_seed(0)
+        network, other, config = Discriminator(), Discriminator(), options("--device=cpu")
+        ddp_model, ddp_other = wrap_model(network, config, ctx), wrap_model(other, config, ctx)
+        both = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
+        ddp_other(torch.ones(8, 4)).sum().backward()
+        both.step()
+        optimizer = torch.optim.LBFGS(network.parameters(), max_iter=2)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = F.softplus(ddp_model(torch.ones(8, 4))).mean()
+            loss.backward()
+            return loss.item()
+
+        return [float(optimizer.step(closure)) for _ in range(2)]
+
+    ranks = by_rank(2, trained)
+    assert ranks[0] == ranks[1] and ranks[0][0] > ranks[0][1]
+
+
+def test_a_weight_that_is_unfrozen_after_ddp_began_is_refused() -> None:
+    """DDP would not average its gradient: the ranks would train different models."""
+
+    def trained(ctx: DistContext) -> str:
+        network, config = Discriminator(), options("--device=cpu")
+        network.first.requires_grad_(False)
+        ddp_model = wrap_model(network, config, ctx)
+        ddp_model(torch.randn(8, 4)).sum().backward()
+        network.first.requires_grad_(True)
+        with pytest.raises(UsageError) as raised:
+            ddp_model(torch.randn(8, 4))
+        return str(raised.value)
+
+    for message in by_rank(2, trained):
+        assert message.startswith("first.weight was unfrozen after wrap_model, so no rank would average it: ")
+
+
 # ---- mixing ---------------------------------------------------------------------------------------------------------
 
 
@@ -614,3 +799,45 @@ def test_a_mask_of_minus_infinity_is_no_divergence(
     monkeypatch.setattr(main, "build_model", lambda config, train_set: Masked())
     train(1, "--dataset=synthetic", "--device=cpu", "--batch-size=8", "--epochs=1", "--output-dir", tmp_path)
     assert checkpoint.read(newest(tmp_path))["model"]["mask"][1] == float("-inf")
+
+
+def test_a_metric_may_be_infinite_and_lists_may_hold_numpys_numbers(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The perplexity of a loss of a thousand, for example, in a checkpoint in the middle of a logged interval."""
+
+    def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        scores = list(outputs.detach().double().sum(1).numpy())
+        assert isinstance(scores[0], numpy.float64)
+        totals = model.batch_totals(loss, outputs, targets)
+        return {**totals, "perplexity": torch.tensor(float("inf")), "scores": scores}
+
+    monkeypatch.setattr(main, "batch_totals", batch_totals)
+    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every", 3, "--max-steps", 4)
+    train(2, *given, "--checkpoint-every", 2, "--keep-checkpoints", 9, "--output-dir", tmp_path)
+    saved = checkpoint.read(tmp_path / "checkpoints" / "step_00000002.pt")["meter"]["total"]
+    assert saved["perplexity"].item() == float("inf")
+    assert len(saved["scores"]) == 32 and {type(score) for score in saved["scores"]} == {float}
+
+
+def test_a_total_that_appears_late_is_refused() -> None:
+    """Ranks that have seen no batch with it would not add it."""
+
+    def late(ctx: DistContext) -> str:
+        meter = Meter(ctx)
+        meter.add({"loss": torch.ones(())})
+        meter.reduce()
+        meter.add({"loss": torch.ones(()), "rare": torch.ones(())})
+        with pytest.raises(UsageError) as raised:
+            meter.reduce()
+        return str(raised.value)
+
+    expected = "batch_totals: rare missing until the first log line: return zeros from the start"
+    assert by_rank(1, late) == [expected]
+
+
+def test_a_tree_keeps_the_kinds_of_its_mappings() -> None:
+    counts: defaultdict[str, Any] = defaultdict(list, {"a": torch.ones(2)})
+    doubled = map_tensors(counts, lambda tensor: 2 * tensor)
+    assert doubled["a"].tolist() == [2, 2] and doubled["new"] == []
+    assert counts["a"].tolist() == [1, 1] and list(counts) == ["a"]

@@ -101,7 +101,7 @@ class CheckpointManager:
 
         def write(copy: dict[str, Any]) -> None:
             # 4. In the background: check that it is finite, sync the logs, write the file, delete old ones.
-            bad = find_non_finite({name: copy[name] for name in self.state})
+            bad = find_non_finite({name: copy[name] for name in self.finite})
             if bad := [name for name in bad if name not in self.non_finite]:
                 raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
             sync_logs()
@@ -133,7 +133,8 @@ class CheckpointManager:
         if taken := [name for name in state if name in self.reserved]:
             raise UsageError(f"run.resume({taken[0]}=...): checkpoints use that name; choose another one")
         # An attention mask may hold -inf from the start.
-        self.non_finite = find_non_finite({name: part.state_dict() for name, part in state.items()})
+        self.finite = [name for name, part in state.items() if not getattr(part, "may_be_infinite", False)]
+        self.non_finite = find_non_finite({name: state[name].state_dict() for name in self.finite})
         content: dict[str, Any] = {}
         path = self.ctx.on_main(self._find, content)
         if path is not None:
@@ -170,8 +171,11 @@ class CheckpointManager:
             if not differences and then != now and self.config.strict_resume:
                 differences = [f"--strict-resume: the number of processes was {then}, is {now}"]
         if differences:
-            remedy = "Restore these settings, or choose another --output-dir for a new run"
-            raise CheckpointError(f"cannot resume from {path}: {compatibility.first_few(differences)}. {remedy}")
+            verb, remedy = "resume from", "choose another --output-dir for a new run"
+            if self.config.evaluate:
+                verb, remedy = "evaluate", "choose another checkpoint with --resume"
+            reasons = compatibility.first_few(differences)
+            raise CheckpointError(f"cannot {verb} {path}: {reasons}. Restore these settings, or {remedy}")
         if then != now and not self.config.evaluate:
             change = f"{plural(then, 'process', 'es')} wrote this checkpoint, this run has {now}"
             effect = f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}"
@@ -191,7 +195,7 @@ class CheckpointManager:
                 part.load_state_dict(content[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
-                raise CheckpointError(f"cannot resume from {content['path']}: {reason}") from error
+                raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
         if self.config.evaluate:
             return
         if content["world_size"] == self.ctx.world_size:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ddp.distributed.tree import map_tensors
 
@@ -51,12 +52,14 @@ class UnsavedState:
     """
 
     def __init__(self, variables: Mapping[str, Any], saved: Collection[Any]) -> None:
+        held = {identity for part in saved for identity in _held_by(part)}
         ours = {tensor.data_ptr() for part in saved for tensor in _tensors(part)}
         stateful = {
             name: value
             for name, value in variables.items()
-            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-            if not any(value is part for part in saved)
+            if not isinstance(value, type)
+            if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+            if id(value) not in held
             if not any(tensor.data_ptr() in ours for tensor in _tensors(value))  # a wrapper of the model
         }
         self.found = {name: (value, _sample(value)) for name, value in stateful.items()}
@@ -64,6 +67,16 @@ class UnsavedState:
     def changed(self) -> list[str]:
         """The names of those that have changed."""
         return [name for name, (value, before) in self.found.items() if _sample(value) != before]
+
+
+def _held_by(part: Any, depth: int = 4) -> Iterator[int]:
+    """The identities of `part` and of what it holds: SequentialLR saves its schedulers, a Lookahead its optimizer."""
+    yield id(part)
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    if depth and not isinstance(part, torch.Tensor | torch.nn.Module):
+        for held in (*inner, *getattr(part, "__dict__", {}).values()):
+            if isinstance(part, Optimizer) or not isinstance(held, Optimizer):  # a scheduler does not save its own
+                yield from _held_by(held, depth - 1)
 
 
 def _tensors(part: Any) -> list[torch.Tensor]:

@@ -93,6 +93,8 @@ class RunConfig:
         is_path = self.resume not in ("auto", "never")
         if not self.resume or (is_path and os.path.isdir(self.resume)):  # rank 0 checks whether the file exists
             raise UsageError(f"--resume: {self.resume!r} is not auto, never or the path of a checkpoint file")
+        if self.ema == 1:
+            raise UsageError("--ema 1 would never follow the weights: pass less than 1, such as 0.999")
         if self.evaluate and self.resume == "never":
             raise UsageError("--evaluate needs a checkpoint: remove --resume never")
         if self.backend == "nccl" and self.device == "cpu":

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.distributed.seeds import derive_seed
+from ddp.distributed.tree import map_tensors
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
 
@@ -91,7 +93,11 @@ def hooks_of(dataset: Any) -> BatchDataset:
     while not isinstance(dataset, BatchDataset):
         ignored = ", ".join(name for name in HOOKS if hasattr(dataset, name))
         if ignored:
-            raise UsageError(f"dataset {type(dataset).__name__} has {ignored}: subclass ddp.data.dataset.BatchDataset")
+            remedy = "subclass ddp.data.dataset.BatchDataset, or give it another name if it is no hook"
+            raise UsageError(f"dataset {type(dataset).__name__} has {ignored}: {remedy}")
+        if any(isinstance(part, BatchDataset) for part in getattr(dataset, "datasets", ())):  # torch's ConcatDataset
+            remedy = "whose hooks would be ignored: join the data within one BatchDataset"
+            raise UsageError(f"dataset {type(dataset).__name__} holds a BatchDataset, {remedy}")
         dataset = getattr(dataset, "dataset", None)
         if not isinstance(dataset, Dataset):
             return BatchDataset()
@@ -113,39 +119,41 @@ class SeededReader(Dataset):
         inherited = getattr(type(innermost), "__getitems__", None) is BatchDataset.__getitems__
         self.one_by_one = inherited or not hasattr(innermost, "__getitems__")
         self.checked = False
+        self.reads_seed = False  # whether __getitems__ makes generators from torch.initial_seed()
 
     def __getitems__(self, indices: list[int]) -> Any:
         with keep_random_state():
-            batch = self.read(indices)
             if not self.checked:  # in each worker
                 self.checked = True
-                first = batch[0] if self.one_by_one else self._read_alone(indices[0])
-                self._check(indices[0], first)
+                self._check(indices[0])
+            batch = self.read(indices)
         return self.collate(batch) if isinstance(batch, list) else batch
 
     def read(self, indices: list[int]) -> Any:
         """The samples as a list; or as one batch, if that is what the dataset's own __getitems__ returns."""
-        if not self.one_by_one:
-            self._seed(indices[0])  # for torch.initial_seed()
-            before = _states()
-            batch = self.dataset.__getitems__(indices)
-            if _equal_states(before, _states()):
-                return batch  # no sample of it depends on a random number
-        parts = [self._read_alone(index) for index in indices]
-        return parts if self.one_by_one else _join(parts, type(self.dataset).__name__)
+        parts = (self._read_alone(index) for index in indices)
+        if self.one_by_one:
+            return list(parts)
+        before = _states()
+        batch = self.dataset.__getitems__(indices)
+        if _equal_states(before, _states()) and not self.reads_seed:
+            return batch  # no sample of it depends on a random number
+        joined = _join(list(parts), type(self.dataset).__name__)
+        if _shapes(joined) != _shapes(batch):  # the samples are not along the first dimension
+            raise _not_joined(type(self.dataset).__name__, "it has another shape")
+        return joined
 
-    def _seed(self, index: int) -> None:
-        seed = derive_seed(self.seed, self.epoch, index)
+    def _read_alone(self, index: int, *salt: int) -> Any:
+        seed = derive_seed(self.seed, self.epoch, index, *salt)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
-
-    def _read_alone(self, index: int) -> Any:
-        self._seed(index)
         return self.dataset[index] if self.one_by_one else self.dataset.__getitems__([index])
 
-    def _check(self, index: int, sample: Any) -> None:
+    def _check(self, index: int) -> None:
         """Raise UsageError if the dataset ignores its index or the seed: the run could not be resumed exactly."""
+        sample = self._read_alone(index)
+        self.reads_seed = not self.one_by_one and not same(sample, self._read_alone(index, 1))
         if not same(sample, self._read_alone(index)):
             raise UsageError(
                 f"dataset {type(self.dataset).__name__} returned two different samples for index {index}: draw random "
@@ -167,27 +175,39 @@ def _join(parts: Sequence[Any], name: str) -> Any:
     try:
         return torch.cat(list(parts))
     except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"dataset {name} draws random numbers in __getitems__, so its samples are read one by one, but they cannot "
-            f"be joined to a batch ({error}): return a list of samples, and override collate"
-        ) from error
+        raise _not_joined(name, error) from error
+
+
+def _not_joined(name: str, reason: Any) -> UsageError:
+    return UsageError(
+        f"dataset {name} draws random numbers in __getitems__, so its samples are read one by one, but they cannot "
+        f"be joined to a batch ({reason}): return a list of samples, and override collate"
+    )
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    found: list[torch.Size] = []
+    map_tensors(batch, lambda tensor: found.append(tensor.shape))
+    return found
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, torch.Tensor | numpy.ndarray):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is equal to NaN
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    if type(one).__eq__ is object.__eq__:  # which compares identities
+    if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
         return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
-    return bool(one == other)
+    try:
+        if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
+            return False
+        equal = (one == other) | ((one != one) & (other != other))  # NaN is equal to NaN
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:
+        return True
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,7 +132,10 @@ class EvalLoader(_Loader):
         starts = everything[self.ctx.rank * size :: self.ctx.world_size * size]
         ours = [list(everything[start : start + size]) for start in starts]
         for number, batch in enumerate(self._chunks(ours, EVALUATION, self.generator)):
-            yield batch
+            with keep_random_state():  # a model or a loss may draw random numbers: the same for any number of processes
+                position = number * self.ctx.world_size + self.ctx.rank
+                seed_everything(derive_seed(self.config.seed, EVALUATION, position) % 2**32)
+                yield batch
             if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
                 raise StopRequested(decision)
 
@@ -148,10 +151,19 @@ def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:
     """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
     tensors: list[torch.Tensor] = []
     map_tensors(chunk, tensors.append)
-    if any(tensor.dim() == 0 or len(tensor) != rows for tensor in tensors):
+    others = [leaf for leaf in _leaves(chunk) if not isinstance(leaf, torch.Tensor | None)]
+    if others or any(tensor.dim() == 0 or len(tensor) != rows for tensor in tensors):
         raise UsageError("a dataset with a chunk_size needs tensors with one row per sample; otherwise, leave it at 1")
     for first in range(0, rows, batch_size):
         yield map_tensors(chunk, lambda part, first=first: _aligned(part[first : first + batch_size]))
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _leaves(part)
+    else:
+        yield tree
 
 
 def _aligned(part: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Trees of tensors, such as batches and state_dicts: apply a function to each tensor, send them to every rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
     container: Any = type(tree)
     if isinstance(tree, kind):
         return function(tree)
-    if isinstance(tree, Mapping):
-        mapped = container((key, map_tensors(part, function, kind)) for key, part in tree.items())
-        if hasattr(tree, "_metadata"):  # the versions of the modules, which some read when they load
-            mapped._metadata = tree._metadata
+    if isinstance(tree, MutableMapping):
+        mapped = copy(tree)  # with its attributes, such as a state_dict's _metadata, and a defaultdict's function
+        for key, part in tree.items():
+            mapped[key] = map_tensors(part, function, kind)
         return mapped
+    if isinstance(tree, Mapping):
+        return container((key, map_tensors(part, function, kind)) for key, part in tree.items())
     if hasattr(tree, "_fields"):  # a named tuple
         return container(*(map_tensors(part, function, kind) for part in tree))
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
+import numpy
 import torch
 
-from ddp.core.errors import Diverged
+from ddp.core.errors import Diverged, UsageError
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tree import map_tensors
 
@@ -22,6 +23,8 @@ MAX_PENDING_NUMBERS = 200  # numbers that wait to be added, on the device: 64 ba
 
 class Meter:
     """Adds up a task's batch_totals over batches, on the device, and over ranks when asked. Lists are gathered."""
+
+    may_be_infinite = True  # a metric; the loss is checked here
 
     def __init__(self, ctx: DistContext) -> None:
         self.ctx = ctx
@@ -38,7 +41,8 @@ class Meter:
         freed = {name: value.detach() for name, value in batch_totals.items() if getattr(value, "requires_grad", False)}
         lists = {name: value for name, value in batch_totals.items() if isinstance(value, list)}
         for name, value in lists.items():
-            self.lists.setdefault(name, []).append(map_tensors(value, torch.Tensor.detach))
+            plain = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]  # for a checkpoint
+            self.lists.setdefault(name, []).append(map_tensors(plain, torch.Tensor.detach))
         totals = {name: value for name, value in {**batch_totals, **freed}.items() if name not in lists}
         self.pending.append(totals)
         self.pending_numbers += sum(getattr(value, "numel", lambda: 1)() for value in totals.values())
@@ -64,7 +68,8 @@ class Meter:
         if self.zeros is None:  # a rank without a batch learns from rank 0 what there is to add
             self.zeros = self.ctx.on_main(lambda: {name: _zero(value) for name, value in local.items()})
         if unknown := sorted(local.keys() - self.zeros.keys()):
-            raise KeyError(f"batch_totals: {unknown} were missing in the first batches")
+            names = ", ".join(unknown)
+            raise UsageError(f"batch_totals: {names} missing until the first log line: return zeros from the start")
         tensors = {name: zero for name, zero in self.zeros.items() if isinstance(zero, torch.Tensor)}
         if tensors:
             flat = self.ctx.sum(torch.cat([local.get(name, zero).flatten() for name, zero in tensors.items()]))

@@ -67,6 +67,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         find_unused_parameters=config.deterministic,
     )
     _report_unused_weights(ddp_model)
+    _refuse_unfrozen_weights(ddp_model)
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
@@ -89,6 +90,8 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) in checked:  # another one may update the rest, later
             return
+        if len(unused) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
+            return
         checked.add(id(optimizer))
         updated = unchecked.intersection(id(weight) for group in optimizer.param_groups for weight in group["params"])
         missing = [name for name, weight in unused.items() if id(weight) in updated]
@@ -104,6 +107,19 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
                 handle.remove()
 
     handles += [register_optimizer_step_pre_hook(check), ddp_model.register_forward_pre_hook(remove)]
+
+
+def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
+    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began."""
+    frozen = {name: weight for name, weight in ddp_model.module.named_parameters() if not weight.requires_grad}
+
+    def check(*_: Any) -> None:
+        if unfrozen := [name for name, weight in frozen.items() if weight.requires_grad]:
+            remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
+            raise UsageError(f"{unfrozen[0]} was unfrozen after wrap_model, so no rank would average it: {remedy}")
+
+    if frozen:
+        ddp_model.register_forward_pre_hook(check)
 
 
 def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
