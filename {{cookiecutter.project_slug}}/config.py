@@ -35,9 +35,6 @@ class Config(RunConfig):
     lr: float = training_option(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
     momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
     weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 
     channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
 # fmt: on
@@ -57,8 +54,6 @@ class Config(RunConfig):
         super().check()
         if self.cache is not None and self.dataset != "imagefolder":
             raise UsageError(f"--cache is for --dataset imagefolder: {self.dataset} is in memory anyway")
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ class Config(RunConfig):
     beta2: float = training_option(0.999, "second beta of both Adam optimizers", kind=number(float, 0, max=0.9999))
     lr_schedule: str = training_option("constant", "learning rate after the warm-up", choices=("cosine", "constant"))
     warmup_epochs: float = training_option(0, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def data_status(self) -> str:
@@ -38,8 +37,6 @@ class Config(RunConfig):
     def check(self) -> None:
         """Refuse options that contradict each other, and fill in the default that depends on the dataset."""
         super().check()
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
         self.width = self.width or (16 if self.dataset == "synthetic" else 64)  # 64 takes a CPU hours
         if self.width % 4:
             raise UsageError(f"--width {self.width} is not a multiple of 4")

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option, positive
 from ddp.core.run_config import RunConfig, check_command_line
 
@@ -25,21 +24,12 @@ class Config(RunConfig):
     beta1: float = training_option(0.9, "first beta of AdamW", kind=number(float, 0, max=0.9999))
     beta2: float = training_option(0.95, "second beta of AdamW", kind=number(float, 0, max=0.9999))
     weight_decay: float = training_option(5e-4, "weight decay of AdamW", kind=number(float, 0))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
         path = Path(self.data_dir) / "text.txt"
         return f"{path}, {path.stat().st_size:,} characters" if path.exists() else f"{path}: will be created"
-
-    def check(self) -> None:
-        """Refuse options that contradict each other, with one line."""
-        super().check()
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

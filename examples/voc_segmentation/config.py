@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option, positive
 from ddp.core.run_config import RunConfig, check_command_line
 
@@ -28,9 +27,6 @@ class Config(RunConfig):
     lr: float = training_option(0.02, "peak learning rate of the head; the backbone's is a tenth of it", kind=number(float, 0, exclusive=True))
     momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
     weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 
     channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
 # fmt: on
@@ -38,8 +34,6 @@ class Config(RunConfig):
     def check(self) -> None:
         """Refuse options that contradict each other, and fill in the defaults that depend on the dataset."""
         super().check()
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
         # On a CPU, a step of the large model takes minutes.
         small = self.dataset == "synthetic"
         self.model = self.model or ("lraspp_mobilenet_v3_large" if small else "deeplabv3_resnet101")

@@ -30,9 +30,6 @@ class Config(RunConfig):
     beta2: float = training_option(0.95, "second beta of AdamW", kind=number(float, 0, max=0.9999))
     weight_decay: float = training_option(0.1, "weight decay of AdamW", kind=number(float, 0))
     clip_grad: float | None = training_option(1.0, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def check(self) -> None:
@@ -40,8 +37,6 @@ class Config(RunConfig):
         super().check()
         if self.n_embd % self.n_head:
             raise UsageError(f"--n-embd {self.n_embd} is not a multiple of --n-head {self.n_head}")
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

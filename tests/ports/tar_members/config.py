@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option
 from ddp.core.run_config import RunConfig, check_command_line
 
@@ -21,16 +20,7 @@ class Config(RunConfig):
     lr: float = training_option(0.05, "peak learning rate", kind=number(float, 0, exclusive=True))
     momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
     weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
-
-    def check(self) -> None:
-        """Refuse options that contradict each other, with one line."""
-        super().check()
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

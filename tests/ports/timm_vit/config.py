@@ -31,9 +31,6 @@ class Config(RunConfig):
     layer_decay: float = training_option(0.75, "the learning rate of a layer, relative to that of the next one", kind=number(float, 0, max=1))
     weight_decay: float = training_option(0.02, "weight decay of LAMB", kind=number(float, 0))
     ema: float | None = training_option(0.99, "evaluate an exponential moving average of the weights with this decay, such as 0.999", kind=number(float, 0, max=1))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    warmup_epochs: float = training_option(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
 
     def check(self) -> None:
@@ -41,8 +38,6 @@ class Config(RunConfig):
         super().check()
         if self.batch_size % 2:
             raise UsageError(f"--batch-size {self.batch_size} is odd: Mixup mixes pairs")
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-from ddp.core.errors import UsageError
 from ddp.core.options import directory, number, option, positive
 from ddp.core.run_config import RunConfig, check_command_line
 
@@ -26,16 +25,8 @@ class Config(RunConfig):
     lr: float = training_option(2e-3, "peak learning rate", kind=number(float, 0, exclusive=True))
     weight_decay: float = training_option(0.01, "weight decay of AdamW", kind=number(float, 0))
     clip_grad: float | None = training_option(1.0, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
-    lr_schedule: str = training_option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     warmup_epochs: float = training_option(0.5, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
-    scale_lr: bool = training_option(False, "multiply --lr by global batch / 64 (linear scaling)")
 # fmt: on
-
-    def check(self) -> None:
-        """Refuse options that contradict each other, with one line."""
-        super().check()
-        if self.warmup_epochs > self.epochs:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ class RunConfig:
 
     epochs: int = _training(10, "passes over the training data", kind=positive, may_change_on_resume=True)
     max_steps: int | None = _training(None, "stop after this many optimizer steps (the schedule still spans --epochs)", kind=positive, may_change_on_resume=True)
+    lr_schedule: str = _training("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    warmup_epochs: float = _training(1, "epochs in which the learning rate rises from 0; may be a fraction", kind=number(float, 0))
+    scale_lr: bool = _training(False, "multiply --lr by global batch / 64 (linear scaling)")
     grad_accum_steps: int = _training(1, "forward passes per optimizer step, with one all-reduce", kind=positive, may_change_on_resume=True)
     clip_grad: float | None = _training(None, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
     ema: float | None = _training(None, "evaluate an exponential moving average of the weights with this decay, such as 0.999", kind=number(float, 0, max=1))
@@ -93,6 +96,8 @@ class RunConfig:
         is_path = self.resume not in ("auto", "never")
         if not self.resume or (is_path and os.path.isdir(self.resume)):  # rank 0 checks whether the file exists
             raise UsageError(f"--resume: {self.resume!r} is not auto, never or the path of a checkpoint file")
+        if self.warmup_epochs > self.epochs:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
         if self.ema == 1:
             raise UsageError("--ema 1 would never follow the weights: pass less than 1, such as 0.999")
         if self.evaluate and self.resume == "never":
