@@ -32,7 +32,7 @@ class ProcessExit:
         self.rank, self.report_grace_s = rank, report_grace_s
         self.exiting_with: int | None = None  # the exit code, once it is known
         self.resolving = False  # this process failed and is looking for the root cause
-        self.hurry = threading.Event()  # set when the launcher signals a process that is already exiting
+        self.signalled = threading.Event()  # set when the launcher signals a process that is already exiting
         self.step: int | None = None  # the last step, for the launcher's record
         self.saved_step: int | None = None  # the step of the last checkpoint on disk
         # Called with (exit code, message) before an immediate exit, so that the run can record it.
@@ -74,7 +74,7 @@ class ProcessExit:
         elif self.rank == 0 or not getattr(error, "on_every_rank", False):
             report_error(error, self.rank)
         elif not isinstance(error, Stopped | PeerLost):
-            self.hurry.wait(self.report_grace_s)  # rank 0 prints it
+            self.signalled.wait(self.report_grace_s)  # rank 0 prints it
         return code
 
     def hard_exit(self, error: BaseException, *, silent: bool = False) -> NoReturn:

@@ -87,7 +87,7 @@ class StopSignal(SignalHandler):
         """Count one request; one that reaches a process that is already exiting hurries it."""
         if process_exit.exiting_with is None:
             return super().receive(number)
-        process_exit.hurry.set()
+        process_exit.signalled.set()
         if self.late_at is not None and time.monotonic() - self.late_at > REPEAT_INTERVAL_S:
             os._exit(process_exit.exiting_with)  # something keeps the process: a thread of the user's, for example
         self.late_at = self.late_at or time.monotonic()
