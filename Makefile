@@ -1,8 +1,13 @@
 # make demo: train a rendered project.  make test: all tests.  make check: lint, types, fast tests.  make bench: speed.
+# make gpu: what only a GPU can settle.
+# make versions: the tests of a rendered project with the oldest and with the newest torch and Python.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= build/bench-venv
+VERSIONS ?= build/versions
+OLDEST_PYTHON ?= 3.10
+NEWEST_PYTHON ?= 3.13
 BIN := $(VENV)/bin
 TEMPLATE := {{cookiecutter.project_slug}}
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -15,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 # Tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
 IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test own-tests ports check lint types bench
+.PHONY: demo test own-tests ports check lint types bench versions versions-oldest versions-newest gpu
 
 demo: $(VENV)/ready
 	$(BIN)/python scripts/demo.py
@@ -35,9 +40,35 @@ ports: $(VENV)/ready
 check: lint types
 	$(PYTEST) tests -m 'not slow' $(IN_PARALLEL)
 
+# What only a GPU can settle: a few minutes on one GPU, no downloads. Writes the answers as a table to build/gpu.md.
+gpu: $(VENV)/ready
+	$(PYTEST) tests/gpu -rs
+
 # Has its own environment, which also contains the projects to compare with. ARGS='--help' lists the options.
 bench: $(BENCH_VENV)/ready
 	$(BENCH_VENV)/bin/python benchmarks/training.py $(ARGS)
+
+# The tests of a rendered project, each in an environment of its own (about 5 GB): with the lowest versions that its
+# pyproject.toml allows, and with the newest. OLDEST_PYTHON and NEWEST_PYTHON are versions or paths.
+versions: versions-oldest versions-newest
+versions-oldest: RESOLUTION := lowest-direct
+versions-oldest: TESTED_PYTHON = $(OLDEST_PYTHON)
+versions-newest: RESOLUTION := highest
+versions-newest: TESTED_PYTHON = $(NEWEST_PYTHON)
+versions-oldest versions-newest: FOLDER = $(abspath $(VERSIONS))/$@
+versions-oldest versions-newest: UV := $(abspath $(VERSIONS))/tools/bin/uv
+versions-oldest versions-newest: $(VERSIONS)/tools/ready
+	rm -rf '$(FOLDER)'
+	$(VERSIONS)/tools/bin/cookiecutter --no-input --output-dir '$(FOLDER)' . project_slug=project >/dev/null
+	'$(UV)' venv --quiet --python '$(TESTED_PYTHON)' '$(FOLDER)/venv'
+	cd '$(FOLDER)/project' && '$(UV)' pip install --quiet --python ../venv --resolution $(RESOLUTION) -r pyproject.toml --group dev
+	'$(UV)' pip list --python '$(FOLDER)/venv' | grep '^torch'
+	cd '$(FOLDER)/project' && ../venv/bin/python -m pytest -p no:cacheprovider
+
+$(VERSIONS)/tools/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet uv 'cookiecutter>=2.6'
+	touch $@
 
 # import-linter checks that imports between the rooms of ddp/ run one way: tool.importlinter in pyproject.toml.
 lint: $(VENV)/ready

@@ -7,7 +7,10 @@ Each contestant is a script in loops/, written as its own documentation recommen
 outside by loops/timed.py. The limit is the DDP step alone, again and again on one batch on the device. In each
 repetition all contestants take turns, so that a noisy machine affects all of them equally; ratios are computed within a
 repetition. The difference between this project and the limit is too small for that: these two take turns in the same
-processes, every 50 steps. Prints tables in Markdown; writes results.json and a plot.
+processes, every 50 steps. Prints tables in Markdown; writes results.json after each measurement, and a plot.
+
+A contestant that fails, or runs longer than half an hour, does not end the others: it is a row of the table, and its
+log is kept next to results.json. The exit code is then 1.
 
 A machine with GPUs has other cases: ToyModel, ResNet-18 and ResNet-50, also in bf16.
 """
@@ -24,12 +27,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from made_up import cifar10, jpegs
@@ -45,10 +51,16 @@ SCRIPTS = {
     LIMIT: "limit.py",
 }
 ALL = (NAIVE, "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
+IN_TURNS = f"{OURS}, in turns with the {LIMIT}"
 SLICE = 50  # steps, as in loops/timed.py
 CIFAR10 = 50_000  # images
 WARM_UP = 0.2  # of the steps
 RUN_TIMEOUT_S = 1800
+EXIT_GRACE_S = 45  # torchrun kills ranks that have not exited 30 s after SIGTERM
+
+
+class RunFailed(Exception):
+    """A contestant failed. The message is for its row of the table."""
 
 
 @dataclass
@@ -66,8 +78,10 @@ class Case:
     flags: tuple[str, ...] = ()
     contestants: tuple[str, ...] = ALL
     slices: int = 12  # the minimum number, to compare with the limit
-    speeds: dict[str, list[float]] = field(default_factory=dict)  # images/s of all processes, by contestant
-    parts: list[float] = field(default_factory=list)  # this project's speed / the limit's, which take turns
+    # One value per repetition, None if it failed: images/s of all processes, by contestant.
+    speeds: dict[str, list[float | None]] = field(default_factory=dict)
+    parts: list[float | None] = field(default_factory=list)  # this project's speed / the limit's, which take turns
+    failures: dict[str, list[str]] = field(default_factory=dict)  # by contestant, or IN_TURNS
 
 
 def cases_for(gpus: int) -> list[Case]:
@@ -93,10 +107,10 @@ def cases_for(gpus: int) -> list[Case]:
 
 
 class Bench:
-    """Folders and commands of one benchmark run."""
+    """Folders and commands of one benchmark run. `logs`: where the logs of failed contestants are kept."""
 
-    def __init__(self, folder: Path, data_dir: Path | None) -> None:
-        self.folder, self.given = folder, data_dir
+    def __init__(self, folder: Path, data_dir: Path | None, logs: Path) -> None:
+        self.folder, self.given, self.logs = folder, data_dir, logs
         command = [
             sys.executable,
             "-m",
@@ -138,7 +152,7 @@ class Bench:
         return [*options, *case.flags, *(() if contestant == OURS else ("--project", str(self.project)))]
 
     def _run(self, case: Case, contestant: str, steps: int, *timing: str) -> dict[str, list[Any]]:
-        """Run `contestant`. Returns what loops/timed.py writes."""
+        """Run `contestant`. Returns what loops/timed.py writes. Raises RunFailed; its log is then in `self.logs`."""
         times, output, log = self.folder / "times.json", self.folder / "output", self.folder / "log"
         shutil.rmtree(output, ignore_errors=True)
         times.unlink(missing_ok=True)
@@ -158,27 +172,59 @@ class Bench:
         threads = max(1, (os.cpu_count() or 1) // case.processes)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         with log.open("w") as file:
-            done = subprocess.run(
-                command, env=environment, stdout=file, stderr=file, cwd=self.folder, timeout=RUN_TIMEOUT_S
-            )
-        if done.returncode != 0:
-            sys.exit(f"{contestant}, {case.title}, exited with {done.returncode}:\n{log.read_text()[-3000:]}")
+            problem = _wait(subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=self.folder))
+        if problem is None and not times.exists():
+            problem = "wrote no times"
+        if problem is not None:
+            number = len(list(self.logs.glob("failed-*.log"))) + 1
+            kept = self.logs / f"failed-{number}-{case.name}-{contestant.replace(' ', '-')}.log"
+            shutil.copy(log, kept)
+            raise RunFailed(f"{problem}, see {kept.name}")
         return json.loads(times.read_text())
+
+
+def _wait(process: subprocess.Popen[bytes]) -> str | None:
+    """Wait until torchrun ends, at most RUN_TIMEOUT_S. Returns what went wrong. No process of it is left."""
+    ranks: list[psutil.Process] = []
+    try:
+        code = process.wait(RUN_TIMEOUT_S)
+        return None if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        return f"not done within {RUN_TIMEOUT_S} s"
+    finally:
+        if process.poll() is None:
+            ranks = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()  # torchrun ends its ranks, which are in process groups of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(EXIT_GRACE_S)
+            process.kill()
+            process.wait()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        psutil.wait_procs(ranks, timeout=EXIT_GRACE_S)
 
 
 def table(case: Case) -> list[str]:
     """Medians, and the range of the ratios, which are computed within each repetition."""
     lines = [f"**{case.title}**", "", "| | images/s | times naive | of the limit |", "|---|--:|--:|--:|"]
     for name, speeds in case.speeds.items():
-        to_naive = _ratios(speeds, case.speeds.get(NAIVE, [])) if name != NAIVE else [1.0]
-        of_limit = case.parts if name == OURS and case.parts else _ratios(speeds, case.speeds.get(LIMIT, []))
-        cells = [f"{statistics.median(speeds):,.0f}", _shown(to_naive, "{:.2f}"), _shown(of_limit, "{:.1%}")]
+        done = [speed for speed in speeds if speed is not None]
+        to_naive = _ratios(speeds, case.speeds.get(NAIVE, []))
+        in_turns = [part for part in case.parts if part is not None] if name == OURS else []
+        of_limit = in_turns or _ratios(speeds, case.speeds.get(LIMIT, []))
+        notes = [f"{statistics.median(done):,.0f}"] if done else []
+        notes += [f"failed: {failure}" for failure in case.failures.get(name, [])]
+        cells = ["; ".join(notes), _shown(to_naive, "{:.2f}"), _shown(of_limit, "{:.1%}")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    if IN_TURNS in case.failures:
+        lines.append(f"| {IN_TURNS} | failed: {'; failed: '.join(case.failures[IN_TURNS])} | - | - |")
     return [*lines, ""]
 
 
-def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(ours, theirs, strict=False)]
+def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    pairs = zip(ours, theirs, strict=False)
+    return [one / other for one, other in pairs if one is not None and other is not None]
 
 
 def _shown(ratios: Sequence[float], form: str) -> str:
@@ -189,7 +235,7 @@ def _shown(ratios: Sequence[float], form: str) -> str:
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:
-    """Draw each contestant's speed as a part of the limit, as bars."""
+    """Draw each contestant's speed as a part of the limit, as bars. `cases`: those with a result of the limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,13 +244,13 @@ def plot(cases: Sequence[Case], path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(cases), figsize=(2.9 * len(cases), 3.2), sharey=True, squeeze=False)
     for panel, case in zip(panels[0], cases, strict=True):
         names = [name for name in case.speeds if name != LIMIT]
-        limit = statistics.median(case.speeds[LIMIT])
-        parts = [100 * statistics.median(case.speeds[name]) / limit for name in names]
-        if case.parts and OURS in names:
-            parts[names.index(OURS)] = 100 * statistics.median(case.parts)
+        limit = _median(case.speeds[LIMIT])
+        parts = [100 * _median(case.speeds[name]) / limit for name in names]
+        if OURS in names and _has_values(case.parts):
+            parts[names.index(OURS)] = 100 * _median(case.parts)
         colours = ["#1f6feb" if name == OURS else "#9aa4af" for name in names]
         bars = panel.bar(names, parts, color=colours)
-        panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+        panel.bar_label(bars, [f"{part:.0f}" if part else "failed" for part in parts], padding=2, fontsize=8)
         panel.axhline(100, color="black", linewidth=0.8)
         panel.set_title(case.title, fontsize=8)
         panel.set_ylim(0, 115)
@@ -213,6 +259,51 @@ def plot(cases: Sequence[Case], path: Path) -> None:
     panels[0][0].set_ylabel("images/s, in % of the limit")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _has_values(values: Sequence[float | None]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _median(values: Sequence[float | None]) -> float:
+    """The median of the repetitions that did not fail; 0 if all did."""
+    return statistics.median([value for value in values if value is not None] or [0.0])
+
+
+def write_results(cases: Sequence[Case], path: Path) -> None:
+    """Write everything that is known so far; a reader never sees a part of it."""
+    results = {
+        "machine": machine(),
+        "images_per_s": {case.name: case.speeds for case in cases},
+        "of_the_limit": {case.name: case.parts for case in cases},
+        "failures": {case.name: case.failures for case in cases if case.failures},
+    }
+    tmp_path = path.with_name(f"{path.name}.tmp")
+    tmp_path.write_text(json.dumps(results, indent=2) + "\n")
+    tmp_path.replace(path)
+
+
+def repetition(bench: Bench, case: Case, contestants: Sequence[str], prefix: str, save: Callable[[], None]) -> None:
+    """Measure every contestant once. Calls `save` after each."""
+
+    def measure(name: str, action: Callable[[], float]) -> float | None:
+        try:
+            result = action()
+        except RunFailed as error:
+            case.failures.setdefault(name, []).append(str(error))
+            print(f"{prefix}{name} failed: {error}", flush=True)
+            return None
+        print(f"{prefix}{name:<14} {result:10,.{0 if name != IN_TURNS else 3}f}", flush=True)
+        return result
+
+    for name in contestants:
+        case.speeds.setdefault(name, []).append(measure(name, partial(bench.speed, case, name)))
+        save()
+    takes_turns = case.dataset == "cifar10" and CIFAR10 // (case.batch * case.processes) > 3 * SLICE
+    if takes_turns and {OURS, LIMIT} <= set(contestants):
+        case.parts.append(measure(IN_TURNS, partial(bench.part_of_limit, case)))
+        save()
 
 
 def machine() -> str:
@@ -251,30 +342,25 @@ def main() -> None:
         case.slices = max(4, int(case.slices * options.steps))
     options.output.mkdir(parents=True, exist_ok=True)
 
+    save = partial(write_results, cases, options.output / "results.json")
+    for log in options.output.glob("failed-*.log"):  # of an earlier benchmark
+        log.unlink()
+
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        bench = Bench(Path(folder), options.data_dir)
+        bench = Bench(Path(folder), options.data_dir, options.output)
         for number in range(options.repetitions):
             for case in cases:
-                for name in (name for name in case.contestants if name in options.contestants):
-                    speed = bench.speed(case, name)
-                    case.speeds.setdefault(name, []).append(speed)
-                    print(f"{number + 1}/{options.repetitions}  {case.name:<14} {name:<14} {speed:10,.0f}", flush=True)
-                takes_turns = case.dataset == "cifar10" and CIFAR10 // (case.batch * case.processes) > 3 * SLICE
-                if takes_turns and {OURS, LIMIT} <= set(options.contestants):
-                    case.parts.append(bench.part_of_limit(case))
+                contestants = [name for name in case.contestants if name in options.contestants]
+                repetition(bench, case, contestants, f"{number + 1}/{options.repetitions}  {case.name:<14} ", save)
     print()
     for case in cases:
         print("\n".join(table(case)))
     print(machine())
-    results = {
-        "machine": machine(),
-        "images_per_s": {case.name: case.speeds for case in cases},
-        "of_the_limit": {case.name: case.parts for case in cases},
-    }
-    (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    if all(LIMIT in case.speeds for case in cases):
-        plot(cases, options.output / "speed.png")
+    if drawn := [case for case in cases if _has_values(case.speeds.get(LIMIT, []))]:
+        plot(drawn, options.output / "speed.png")
         print(f"plot: {options.output / 'speed.png'}")
+    if failed := sum(len(failures) for case in cases for failures in case.failures.values()):
+        sys.exit(f"{failed} of the measurements failed: see the tables above, and the logs in {options.output}")
 
 
 if __name__ == "__main__":

@@ -46,10 +46,18 @@ FAULTS = {
     34: "WORLD_SIZE is not NNODES x NPROC",
     35: "BatchNorm model evaluated through the DDP wrapper with uneven ranks",
     36: "BatchNorm running statistics drift between ranks",
+    38: "a rank is killed while the others wait for a GPU",
+    39: "device-side assert; GPU out of memory",
     40: "evaluated state that is not loaded, random numbers that do not follow the sample, a stream read by index",
+    42: "a stranger at the rendezvous port; a greeting and a reset; a file that one rank alone has",
 }
 # The parts of these rows that the tests cannot show without the hardware.
-NOT_SHOWN = {30: "real GPUs: the tests make up what the ranks report", 15: "a hang inside of NCCL"}
+NOT_SHOWN = {
+    15: "a hang inside of NCCL",
+    30: "real GPUs: the tests make up what the ranks report",
+    38: "NCCL: the main thread is blocked in a C call instead",
+    39: "a GPU: the tests raise the errors that torch raises there",
+}
 
 
 def fault(*rows: int) -> Callable[[Test], Test]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import benchmark
@@ -36,6 +38,7 @@ from config import Config
 from ddp.core.options import option
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
+from ddp.training.wrapping import autocast
 from processes import on_ranks
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
@@ -148,6 +151,32 @@ def test_it_measures_a_task_without_the_options_of_images(monkeypatch: pytest.Mo
 
     expected = "Linear, fp32, batch 8", [WEAK, NO_SYNC, DATA, STRONG]
     assert on_ranks(2, measure) == [expected] * 2
+
+
+@pytest.mark.parametrize(("precision", "other"), [("bf16", torch.float16), ("fp16", torch.bfloat16)])
+def test_a_replica_of_data_parallel_computes_in_the_precision_that_was_asked_for(
+    precision: str, other: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DataParallel needs two GPUs. Here a thread does what torch.nn.parallel.parallel_apply does in each of its own:
+
+    It turns autocast on, but does not pass its dtype on, so the thread has the default, on a GPU fp16.
+    """
+    ctx = SimpleNamespace(device=torch.device("cpu"))
+    config = Config.parse(["--precision", precision])
+    model, outputs = nn.Linear(2, 2), []
+
+    def replica(module: nn.Module) -> None:
+        torch.set_autocast_dtype("cpu", other)
+        with torch.amp.autocast("cpu", enabled=True):
+            outputs.append(module(torch.ones(1, 2)).dtype)
+
+    monkeypatch.setattr(nn, "DataParallel", lambda module: module)
+    for module in (nn.DataParallel(model), benchmark._data_parallel(config, ctx, model)):  # type: ignore[arg-type]
+        with autocast(config, ctx):  # type: ignore[arg-type]
+            thread = threading.Thread(target=replica, args=(module,))
+            thread.start()
+            thread.join()
+    assert outputs == [other, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
 
 
 ROUNDS = [  # samples/s by kind and processes, of three rounds

@@ -7,17 +7,23 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from matplotlib.image import imread
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TEMPLATE = BENCHMARKS.parent / "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(BENCHMARKS))
 
+import training  # noqa: E402
 import versions  # noqa: E402
-from training import ALL, OURS, Case, cases_for, table  # noqa: E402
+from training import ALL, IN_TURNS, LIMIT, NAIVE, OURS, Bench, Case, RunFailed, cases_for, table  # noqa: E402
+
+from made_up import jpegs  # noqa: E402
 
 
 def run(name: str, *options: Any) -> str:
@@ -49,6 +55,91 @@ def test_ratios_are_computed_within_a_repetition() -> None:
     assert lines[5] == f"| {OURS} | 50 | 2.00 (2.00 to 2.50) | 80.0% (80.0% to 100.0%) |"
     case.parts = [0.9, 0.97, 0.95]
     assert table(case)[5].endswith("| 95.0% (90.0% to 97.0%) |"), "turns in one process are more exact"
+
+
+def test_a_failed_repetition_takes_its_partner_out_of_the_ratios() -> None:
+    speeds: dict[str, list[float | None]] = {NAIVE: [10, None, 40], OURS: [20, 50, None], LIMIT: [None, None, None]}
+    failures = {OURS: ["exit code 1, see c.log"], LIMIT: ["exit code 1, see b.log"] * 3, IN_TURNS: ["wrote no times"]}
+    case = Case("name", "a title", 2, 16, 100, speeds=speeds, parts=[0.9, None, 0.8], failures=failures)
+    assert table(case)[4:] == [
+        f"| {NAIVE} | 25 | 1.00 | - |",
+        f"| {OURS} | 35; failed: exit code 1, see c.log | 2.00 | 85.0% (80.0% to 90.0%) |",
+        f"| {LIMIT} | failed: {'; failed: '.join(failures[LIMIT])} | - | - |",
+        f"| {IN_TURNS} | failed: wrote no times | - | - |",
+        "",
+    ]
+
+
+@pytest.mark.slow
+def test_a_contestant_that_fails_is_a_row_of_the_table_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fails.py").write_text("print('what the log must keep', flush=True)\nraise SystemExit(3)\n")
+    results, seen = tmp_path / "out" / "results.json", []
+    measure = Bench.speed
+
+    def speed(self: Bench, case: Case, contestant: str) -> float:
+        if contestant == LIMIT:
+            seen.append(json.loads(results.read_text()))
+        return measure(self, case, contestant)
+
+    monkeypatch.setattr(Bench, "speed", speed)
+    monkeypatch.setitem(training.SCRIPTS, NAIVE, str(tmp_path / "fails.py"))
+    case = Case("tiny", "a tiny case", 1, 4, 10, "imagefolder", contestants=(NAIVE, LIMIT))
+    monkeypatch.setattr(training, "cases_for", lambda gpus: [case])
+    monkeypatch.setattr(training, "jpegs", lambda folder: folder.mkdir())
+    monkeypatch.setattr(sys, "argv", ["training.py", "--repetitions", "1", "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="1 of the measurements failed"):
+        training.main()
+
+    found = json.loads(results.read_text())
+    (speeds,) = found["images_per_s"].values()
+    assert speeds[NAIVE] == [None] and speeds[LIMIT][0] > 0
+    (failure,) = found["failures"]["tiny"][NAIVE]
+    assert failure.startswith("exit code 1, see ")
+    assert "what the log must keep" in (tmp_path / "out" / failure.split()[-1]).read_text()
+    assert f"| {NAIVE} | failed: {failure} | - | - |" in capsys.readouterr().out
+    assert seen == [{**found, "images_per_s": {"tiny": {NAIVE: [None]}}}], "the results come with each measurement"
+    assert imread(tmp_path / "out" / "speed.png").std() > 0.01
+
+
+def test_a_contestant_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell script acts as torchrun. Like a rank, its child is in a session of its own, and ignores SIGTERM."""
+    bench = Bench(tmp_path, None, tmp_path)
+    (tmp_path / "imagefolder").mkdir()
+    torchrun = tmp_path / "torchrun"
+    rank = f"trap '' TERM; echo $$ > {tmp_path}/pid; echo hanging; sleep 600; exit"
+    torchrun.write_text(f'#!/bin/bash\nsetsid bash -c "{rank}" &\nwait\n'.replace("$$", "\\$\\$"))
+    torchrun.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(torchrun))
+    monkeypatch.setattr(training, "RUN_TIMEOUT_S", 3)
+    with pytest.raises(RunFailed, match=r"not done within 3 s, see failed-1-tiny-naive\.log"):
+        bench.speed(Case("tiny", "a tiny case", 1, 4, 10, "imagefolder"), NAIVE)
+    assert (tmp_path / "failed-1-tiny-naive.log").read_text() == "hanging\n"
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_data_loader_end_with_the_timed_script(tmp_path: Path) -> None:
+    """Slowly, so that torch notices that they were killed: it would raise that as an error."""
+    jpegs(tmp_path / "data", 40, (32, 24))
+    script = f"""
+        import multiprocessing.process, runpy, sys, time
+        kill = multiprocessing.process.BaseProcess.kill
+        multiprocessing.process.BaseProcess.kill = lambda self: (kill(self), time.sleep(0.3))
+        sys.path.insert(0, {str(BENCHMARKS / "loops")!r})
+        runpy.run_path({str(BENCHMARKS / "loops" / "naive.py")!r}, run_name="__main__")
+    """
+    (tmp_path / "contestant.py").write_text(textwrap.dedent(script))
+    options = ["--steps", "6", "--times", tmp_path / "times.json", tmp_path / "contestant.py", "--project", TEMPLATE]
+    options += ["--dataset", "imagefolder", "--data-dir", tmp_path / "data", "--batch-size", 4, "--output", tmp_path]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, BENCHMARKS / "loops" / "timed.py", *options, "--workers", 2]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "times.json").read_text())["steps"]) == 6
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])

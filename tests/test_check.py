@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint import preflight
 from ddp.entrypoint.launch import run_as_rank
-from ddp.launcher.node_info import NodeInfo, gpu_names, print_table, visible_gpus
+from ddp.launcher import node_info
+from ddp.launcher.node_info import NodeInfo, count_visible, gpu_names, print_table, visible_gpus
 from faults import fault
 from machines import Machine, Program, machines
 from processes import Ranks
@@ -123,18 +126,125 @@ def test_gpus_are_those_of_the_driver_or_of_cuda_visible_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One with MIG, and a line that is no GPU. CUDA_VISIBLE_DEVICES changes what is used, not what is there."""
+    monkeypatch.setattr(node_info, "_ask_torch", lambda environ: pytest.fail("nvidia-smi has answered"))
     listing = "GPU 0: Imaginary 9000 (UUID: GPU-a-b)\n  MIG 1g.5gb Device 0: (UUID: MIG-c)\nGPU 1: Other (X)\nUnable\n"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listing}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_names() == ["Imaginary 9000", "Other (X)"] and visible_gpus() == 2
-    for devices, count in (("", 0), ("3", 1), ("0,1,GPU-a-b", 3)):
+    for devices, count in (("", 0), ("3", 0), ("1", 1), ("0,1,GPU-a-b", 2), ("GPU-a-b", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         assert visible_gpus() == count
     assert len(gpu_names()) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(node_info, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert gpu_names() == []
+    assert gpu_names() == [] and visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    "visible, count",
+    [
+        ("0,1,2,3", 4),
+        ("0,-1,1", 1),
+        ("-1", 0),
+        ("", 0),
+        ("NoDevFiles", 0),
+        ("none", 0),
+        ("0,,1", 1),
+        ("1, 2", 2),
+        ("1x,2y", 2),
+        ("0,4,1", 1),
+        ("4", 0),
+        ("0,1,0", 0),
+        ("0,1,GPU-a", 2),
+        ("GPU-a,GPU-b", 2),
+        ("GPU-a,1", 1),
+        ("GPU-a,GPU-a", 0),
+        ("MIG-a,MIG-b,MIG-c,MIG-d,MIG-e", 5),
+        ("MIG-a,GPU-b", 1),
+        ("MIG-GPU-a/1/0", 1),
+    ],
+)
+def test_gpus_are_counted_as_cuda_does(visible: str, count: int) -> None:
+    """Of four. The CUDA programming guide, 5.2.1.1; for repeated entries, torch's _parse_visible_devices."""
+    assert count_visible(visible, 4) == count
+
+
+FAKE_TORCH = """
+import os, pathlib
+pathlib.Path(__file__).with_name("imported").touch()
+visible = os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", "0,1,2")).split(",")
+def device_count(): return len(visible)
+def get_device_name(index): return "Imaginary MI" + visible[index]
+"""
+COUNT = """
+import os, sys; from pathlib import Path
+sys.path[0] = os.getcwd()
+from ddp.launcher import node_info
+node_info.DEVICE_FILES, node_info.TORCH_TIMEOUT_S = Path(sys.argv[1]) / "dev", float(sys.argv[2])
+os.chdir(sys.argv[1])
+print(node_info.visible_gpus(), node_info.gpu_names())
+"""
+CUDA, ROCM, CPU = "cuda, hip = '13.0', None", "cuda, hip = None, '6.4'", "cuda, hip = None, None"
+THREE = "['Imaginary MI0', 'Imaginary MI1', 'Imaginary MI2']"
+
+
+def count_without_torch(
+    folder: Path, build: str, files: list[str], module: str = FAKE_TORCH, timeout_s: float = 30, **environ: str
+) -> Any:
+    """Count the GPUs with these device files and this torch, in a process that has not imported the real one."""
+    for name in (*(f"dev/{file}" for file in files), "torch/__init__.py", "json.py", "bin/other"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / "json.py").write_text("raise SystemExit('the working directory')")
+    (folder / "torch" / "version.py").write_text(build)
+    (folder / "torch" / "cuda.py").write_text(module)
+    variables = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
+    variables |= {"PATH": str(folder / "bin"), "PYTHONPATH": str(folder / "path"), **environ}
+    (folder / "path").mkdir()
+    (folder / "path" / "torch").symlink_to(folder / "torch")
+    command = [sys.executable, "-c", COUNT, str(folder), str(timeout_s)]
+    done = subprocess.run(command, cwd=TEMPLATE, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "build, files, environ, shown",
+    [
+        (ROCM, ["kfd"], {}, f"3 {THREE}"),
+        (ROCM, ["kfd"], {"HIP_VISIBLE_DEVICES": "0,2"}, f"2 {THREE}"),
+        (ROCM, ["kfd"], {"ROCR_VISIBLE_DEVICES": "1"}, f"1 {THREE}"),
+        (CUDA, ["nvidia0", "nvidia1", "nvidiactl"], {}, f"3 {THREE}"),
+        (CUDA, ["nvidiactl", "nvidia-uvm", "dri"], {}, None),  # the driver is there, but no GPU
+        (CUDA, ["kfd", "dri"], {}, None),  # a laptop with AMD's graphics, and torch from PyPI
+        (ROCM, ["dri"], {}, None),
+        (CPU, ["nvidia0", "kfd"], {}, None),
+    ],
+)
+def test_without_nvidia_smi_torch_counts_the_gpus_where_it_may_find_some(
+    build: str, files: list[str], environ: dict[str, str], shown: str | None, tmp_path: Path
+) -> None:
+    done = count_without_torch(tmp_path, build, files, **environ)
+    assert (done.stdout, done.stderr) == (f"{shown or '0 []'}\n", "")
+    assert (tmp_path / "torch" / "imported").exists() == (shown is not None)
+
+
+def test_an_nvidia_smi_that_fails_hides_no_gpus(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    assert count_without_torch(tmp_path, CUDA, ["nvidia0"]).stdout == f"3 {THREE}\n"
+
+
+@pytest.mark.parametrize("module", ["raise OSError('libcuda')", "import time; time.sleep(60)", "device_count = int"])
+def test_gpus_that_torch_cannot_count_are_not_ignored_silently(module: str, tmp_path: Path) -> None:
+    done = count_without_torch(tmp_path, CUDA, ["nvidia0"], module, 1 if "sleep" in module else 30)
+    assert done.stdout == "0 []\n"
+    line = "warning: neither nvidia-smi nor torch lists the GPUs of this machine: set --nproc-per-node\n"
+    assert done.stderr == ("" if module == "device_count = int" else 2 * line)
 
 
 def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

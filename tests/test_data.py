@@ -862,20 +862,28 @@ def test_images_are_normalised_and_evaluation_does_not_augment() -> None:
         assert torch.allclose(together[number], (picture / 255 - mean) / std, atol=1e-5)
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("place", ["on the GPU", "too many for it", "in a worker"])
 @pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 def test_batches_are_on_the_gpu_also_if_the_images_stay_in_host_memory(
-    resident: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
+    place: str, copied: bool, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fake tensors, which have a device and no content: they need no GPU, and refuse to mix devices."""
     monkeypatch.setattr(ddp.data.images, "draw_crops", ddp.data.images.draw_crops.__wrapped__)
     monkeypatch.setattr(ddp.data.images, "MAX_COPIED_BYTES", 1 << 30 if copied else 0)
-    transforms = build_transforms(options("--image-size=40"))
+    free = 1 << 40 if place == "on the GPU" else 100
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    transforms = build_transforms(options("--image-size=40", *(["--channels-last"] if channels_last else [])))
     with FakeTensorMode():
-        where = torch.device("cuda" if resident else "cpu")
-        pictures, targets = (torch.zeros(9, 3, 32, 32, device=where).to(torch.uint8), torch.zeros(9, device=where))
-        dataset = ImagesInMemory(pictures, targets, ["all"], transforms)
-        batch = [part.to("cuda") for part in dataset.__getitems__([3, 1])]
+        dataset = ImagesInMemory(torch.zeros(9, 3, 32, 32).to(torch.uint8), torch.zeros(9), ["all"], transforms)
+        if place == "in a worker":  # which does not know the device
+            monkeypatch.setattr(ddp.data.images, "get_worker_info", object)
+        else:
+            dataset.to(torch.device("cuda"))
+        assert dataset.images.device.type == ("cuda" if place == "on the GPU" else "cpu")
+        batch = dataset.__getitems__([3, 1])
+        assert {part.device.type for part in batch} == {"cpu"}, "the loader copies them, without a synchronisation"
+        batch = [part.to("cuda") for part in batch]
         for prepared in (dataset.prepare(batch), dataset.prepare(dataset.augment(batch, 0))):
             assert [part.device.type for part in prepared] == ["cuda", "cuda"]
             assert [part.shape for part in prepared] == [(2, 3, 40, 40), (2,)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import itertools
 import json
 import os
 import re
@@ -9,15 +12,18 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from outputs import weights_and_momentum
+from outputs import free_port, weights_and_momentum
 
 import main
 from config import Config
@@ -29,6 +35,7 @@ from ddp.distributed import failure_monitor, process_group
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync
+from ddp.distributed.streams import CpuStreams, Mark
 from ddp.entrypoint.launch import run_as_rank
 from ddp.training.run import Run
 from faults import FAULTS, NOT_SHOWN, fault
@@ -314,6 +321,48 @@ def test_the_ranks_sync_stop_requests_twice_a_second_and_not_after_every_step(mo
     assert MAX_STEPS_BETWEEN_SYNCS <= 100
 
 
+class SlowMark(Mark):
+    """A point in the work of a GPU that takes its time."""
+
+    def __init__(self, last: float, step_s: float) -> None:
+        self.at = max(last, time.monotonic()) + step_s
+
+    def reached(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.at - time.monotonic()))
+
+
+class SlowStreams(CpuStreams):
+    """A GPU that is given its work at once, and takes `step_s` for each step."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.step_s, self.last = step_s, 0.0
+
+    def mark(self) -> Mark:
+        mark = SlowMark(self.last, self.step_s if self.last else 0)  # the first comes before any step
+        self.last = mark.at
+        return mark
+
+
+def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu() -> None:
+    """The program gives a GPU many steps in advance. What counts is how long the GPU takes for them."""
+
+    def late(ctx: DistContext) -> tuple[int, float]:
+        stop_sync = StopSync(SlowStreams(0.3))
+        begin, steps = time.monotonic(), 0
+        while stop_sync.maybe_sync() is None:
+            steps += 1
+            if time.monotonic() - begin > 2:
+                stop_signal.mark_requested(signal.SIGTERM)
+        return steps, time.monotonic() - begin
+
+    for steps, seconds in on_ranks(2, late):
+        assert steps <= 12 and seconds < 4, "many steps were still waiting for the GPU"
+
+
 # ---- ranks that are lost, exit early, hang or fail ------------------------------------------------------------------
 
 
@@ -385,6 +434,81 @@ def test_an_error_that_mentions_a_connection_is_still_a_bug_of_the_code(small: N
     assert ranks.wait() == [1, 1]
     assert "in fail" in ranks.output(1)
     assert "rank 0 is exiting because rank 1 failed: RuntimeError" in ranks.output(0)
+
+
+CUDA_ADVICE = (
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+ASSERTS = {
+    "in the model": ("/project/model.py", f"CUDA error: device-side assert triggered\n{CUDA_ADVICE}"),
+    "in a collective": ("/torch/distributed/all.py", f"CUDA error: device-side assert triggered\n{CUDA_ADVICE}"),
+    "in NCCL": (
+        "/torch/distributed/all.py",
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 710 'device-side assert triggered'",
+    ),
+}
+
+
+@fault(39)
+@pytest.mark.parametrize("where", ASSERTS)
+def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, where: str, tmp_path: Path) -> None:
+    """CUDA reports it in a later call, perhaps in a collective, but no other rank was lost."""
+    path, text = ASSERTS[where]
+
+    def fail(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            kind = dist.DistBackendError if where == "in NCCL" else getattr(torch, "AcceleratorError", RuntimeError)
+            exec(compile("raise error", path, "exec"), {"error": kind(text)})
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [1, 1], ranks.output()
+    assert ranks.output(1).count("Traceback") == 1 and "in fail" in ranks.output(1) and text in ranks.output(1)
+    (line,) = ranks.output(0).splitlines()[-1:]
+    assert re.match("rank 0 is exiting because rank 1 failed: .*Error: ", line) and "device-side assert" in line
+
+
+@fault(39)
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB of which 12.12 "
+            "MiB is free. Process 77 has 79.09 GiB memory in use. Of the allocated memory 70.01 GiB is allocated by "
+            "PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
+            "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
+            "CUDA out of memory: 20.00 MiB more did not fit on GPU 1, which has 79.11 GiB, 12.12 MiB of it free: ",
+        ),
+        (f"CUDA error: out of memory\n{CUDA_ADVICE}", "CUDA out of memory: "),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA out of memory: "),
+    ],
+)
+def test_a_gpu_that_is_out_of_memory_is_one_line(small: None, text: str, line: str, tmp_path: Path) -> None:
+    def fail(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            raise torch.OutOfMemoryError(text) if "Tried" in text else RuntimeError(text)
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [3, 3], ranks.output()
+    line += "lower --batch-size and raise --grad-accum-steps by the same factor"
+    assert ranks.output(1) == f"[rank 1] error: {line}\n"
+    assert ranks.output(0).endswith(f"rank 0 is exiting because rank 1 failed: {line}\n")
+
+
+@fault(13)
+def test_an_operation_that_is_not_deterministic_on_one_rank_is_named_on_the_others(small: None, tmp_path: Path) -> None:
+    def put(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+
+    ranks = start_faulty(2, put, "--deterministic", "--output-dir", tmp_path)
+    assert ranks.wait() == [2, 2], ranks.output()
+    (line,) = [line for line in ranks.output().splitlines() if "--deterministic" in line]
+    cause = r"--deterministic: put_ \(test_faults\.py, line \d+\) has no deterministic form on this device: replace .*"
+    assert re.fullmatch(f"rank 0 is exiting because rank 1 failed: {cause}", line), line
 
 
 @fault(13)
@@ -483,6 +607,155 @@ def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: in
     line = f"rank {victim} did not respond for 2 s (--timeout); see its stack above"
     assert line in ranks.output(1 - victim)
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
+
+
+def block_for_good() -> None:
+    """In a C call that releases the interpreter's lock and never returns, whatever signal arrives: as in CUDA."""
+    mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+@fault(38)
+@pytest.mark.parametrize("store_in", ["a file", "rank 0"])
+def test_a_rank_that_is_killed_while_another_waits_for_its_gpu(small: None, store_in: str, tmp_path: Path) -> None:
+    """A launcher then asks the survivors to stop; or the store is gone, and with it the rank that hosts it."""
+    victim = 0 if store_in == "rank 0" else 1
+
+    def inject(rank: int, number: int) -> None:
+        if number == 6:
+            while not (tmp_path / "checkpoints" / "step_00000004.pt").exists():
+                time.sleep(0.01)
+            print("blocked", flush=True)
+            block_for_good() if rank != victim else time.sleep(3600)
+
+    address = None if store_in == "a file" else f"tcp://127.0.0.1:{free_port()}"
+    ranks = start_faulty(2, inject, "--checkpoint-every", 4, "--output-dir", tmp_path, init_method=address)
+    wait_for_text(ranks, "blocked", 60)
+    time.sleep(0.5)
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    begin = time.monotonic()
+    if store_in == "a file":
+        os.kill(ranks.pids[1 - victim], signal.SIGTERM)
+    codes = ranks.wait(40)
+    assert codes == [-9 if rank == victim else 8 for rank in range(2)], ranks.output()
+    assert time.monotonic() - begin < 15
+    (error,) = errors(ranks.output())
+    step = "the newest checkpoint, if there is one" if victim == 0 else "step 4"  # rank 0 would know
+    assert f"rank {victim} was lost; resumable from {step}: start all ranks again" in error, error
+    assert checkpoints(tmp_path) == ["step_00000004.pt"]
+
+
+@fault(38)
+def test_steps_that_take_long_are_no_lost_rank(small: None, tmp_path: Path) -> None:
+    """Asked to stop in a step that takes longer than ranks usually need to agree, they save and exit with 75."""
+
+    def inject(rank: int, number: int) -> None:
+        if number == 6:
+            print("slow", flush=True)
+            time.sleep(9)
+
+    ranks = start_faulty(2, inject, "--output-dir", tmp_path)
+    wait_for_text(ranks, "slow", 60)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.wait(40) == [75, 75], ranks.output()
+    assert checkpoints(tmp_path) in (["step_00000006.pt"], ["step_00000007.pt"])
+
+
+@fault(15)
+def test_a_gpu_that_waits_for_another_rank_longer_than_the_timeout_ends_the_run(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a mark that is never reached takes the place of the GPU, and a C call that of the main thread in CUDA."""
+
+    class Stuck(CpuStreams):
+        def mark(self) -> Mark:
+            return SlowMark(time.monotonic(), 1e9)
+
+    def inject(rank: int, number: int) -> None:
+        if number == 3:
+            if rank == 1:
+                time.sleep(3600)  # a bug of this rank
+            process_group_of_rank[0].monitor.stop_sync.mark = Stuck(torch.device("cpu")).mark()
+            block_for_good()
+
+    process_group_of_rank: list[Any] = []
+    monitor_init = failure_monitor.FailureMonitor.__init__
+
+    def keep(self: Any, *arguments: Any) -> None:
+        monitor_init(self, *arguments)
+        process_group_of_rank.append(SimpleNamespace(monitor=self))
+
+    monkeypatch.setattr(failure_monitor.FailureMonitor, "__init__", keep)
+    ranks = start_faulty(2, inject, "--output-dir", tmp_path, "--timeout", 3)
+    assert ranks.wait(40) == [8, 8], ranks.output()
+    assert "the GPU of rank 0 waited 3 s (--timeout) for another rank; the stacks above show" in ranks.output(0)
+    assert "in inject" in ranks.output(1), "the stack of the rank that hangs is missing"
+
+
+def test_a_group_that_cannot_be_destroyed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the exit code of a success, nor the error of a failure. After an error of CUDA, it raises again."""
+    monkeypatch.setattr(process_group, "HANG_GRACE_S", 0.5)
+
+    def target(env: RankEnv, fails: bool, hangs: bool) -> int:
+        def destroy() -> None:
+            if hangs:
+                time.sleep(3600)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(dist, "destroy_process_group", destroy)
+
+        def run(config: Config, env: RankEnv) -> None:
+            with process_group.init_distributed(config, env):
+                if fails:
+                    raise ValueError("a bug of mine")
+
+        return run_as_rank(run, Config.parse(["--device=cpu"]), env)
+
+    for fails, hangs in itertools.product([False, True], repeat=2):
+        ranks = Ranks(1, partial(target, fails=fails, hangs=hangs))
+        assert ranks.wait(20) == [int(fails)], ranks.output()
+        assert ("ValueError: a bug of mine" in ranks.output()) == fails
+        assert "CUDA error" not in ranks.output()
+
+
+def test_a_group_is_not_freed_before_the_process_exits() -> None:
+    """With torch 2.6 a run that had finished sometimes hung while it freed its group."""
+
+    def run(config: Config, env: RankEnv) -> None:
+        with process_group.init_distributed(config, env):
+            group = weakref.ref(dist.distributed_c10d._get_default_group())
+        gc.collect()
+        assert group() is not None
+
+    ranks = Ranks(1, lambda env: run_as_rank(run, Config.parse(["--device=cpu"]), env))
+    assert ranks.wait(20) == [0], ranks.output()
+
+
+def test_the_timeout_of_one_backend_changes_alone() -> None:
+    """Control traffic must time out before NCCL does. Here gloo takes the place of NCCL."""
+
+    def waits(ctx: DistContext) -> float:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        process_group._set_timeout(backend, 1.5)
+        ctx.gather(None)
+        begin = time.monotonic()
+        if ctx.rank == 0:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+                dist.all_reduce(torch.zeros(1))
+        else:
+            time.sleep(4)
+        took = time.monotonic() - begin
+        os._exit(0) if took < 5 else os._exit(9)
+
+    ranks = Ranks(2, lambda env: run_waits(waits, env))
+    assert ranks.wait(30) == [0, 0], ranks.output()
+
+
+def run_waits(waits: Callable[[DistContext], Any], env: RankEnv) -> int:
+    with process_group.init_distributed(Config.parse(["--device=cpu", "--timeout=60"]), env) as ctx:
+        waits(ctx)
+    return 7
 
 
 @fault(16)

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +30,12 @@ from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.signals import SignalHandler
+from ddp.core.source_hash import hash_source_files
 from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
+from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
-from ddp.distributed.rendezvous import RankInfo
+from ddp.distributed.rendezvous import RankInfo, create_store, exchange_rank_info, identify_gpus
 from ddp.entrypoint import spawn
 from ddp.entrypoint.launch import run_as_rank
 from faults import fault
@@ -226,13 +230,12 @@ def test_an_environment_without_the_rank_is_incomplete_as_well() -> None:
             find_rank_env(Config.parse([]), {key: value for key, value in launcher.items() if key != name})
 
 
-def rank_infos(
-    gpus: int, local_ranks: list[int], visible: list[str | None] | None = None, host: str = "gpu1"
-) -> list[RankInfo]:
-    """What the ranks of one machine with `gpus` GPUs tell the others."""
+def rank_infos(gpus: int | list[list[str]], local_ranks: list[int], host: str = "gpu1") -> list[RankInfo]:
+    """What the ranks of one machine tell the others. All see the same number of GPUs, or each sees its own."""
+    sees = gpus if isinstance(gpus, list) else [[f"UUID {index}" for index in range(gpus)]] * len(local_ranks)
     return [
-        RankInfo(host, f"{host} boot", local_rank, gpus, sees, address=None)
-        for local_rank, sees in zip(local_ranks, visible or [None] * len(local_ranks), strict=True)
+        RankInfo(host, f"{host} boot", local_rank, seen, address=None)
+        for local_rank, seen in zip(local_ranks, sees, strict=True)
     ]
 
 
@@ -245,19 +248,78 @@ def test_the_device_follows_from_the_local_rank() -> None:
     ]
     two_machines = [*rank_infos(2, [0, 1]), *rank_infos(2, [0, 1], host="gpu2")]
     assert str(_choose_device(config, two_machines, 3)[0]) == "cuda:1", "rank 3 of 2 x 2"
-    own = rank_infos(1, [0, 1], ["0", "1"])  # srun --gpus-per-task=1
+    own = rank_infos([["UUID 0"], ["UUID 1"]], [0, 1])  # srun --gpus-per-task=1
     assert [str(_choose_device(config, own, rank)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:0"]
     too_few = (
         rank_infos(1, [0, 1]),
         rank_infos(2, [0, 0]),
         rank_infos(2, [0, 2]),
         rank_infos(1, [0]) + rank_infos(0, [1]),
+        rank_infos([["UUID 0"], ["UUID 0"]], [0, 1]),
+        rank_infos([["UUID 0"], ["UUID 1", "UUID 0"]], [0, 1]),
     )
     for wrong in too_few:
-        with pytest.raises(SetupError, match=r"gpu1: [12] process"):
+        with pytest.raises(SetupError, match=r"gpu1: [12] process.*, [012] GPU"):
             _choose_device(config, wrong, 0)
     shared = _choose_device(Config.parse(["--backend", "gloo"]), rank_infos(1, [0, 1]), 1)
     assert shared == (torch.device("cuda:0"), "gloo")
+
+
+@fault(30)
+@pytest.mark.parametrize(
+    "variable, visible, uuids, codes",
+    [
+        ("CUDA", ("0", "0"), (["a"], ["b"]), [0, 0]),  # srun --gpus-per-task=1: a cgroup for each task
+        ("CUDA", ("0", "GPU-a"), (["a"], ["a"]), [3, 3]),
+        ("CUDA", ("0", "1,0"), (["a"], ["b", "a"]), [3, 3]),
+        ("CUDA", ("1,0", "1,0"), (["b", "a"], ["b", "a"]), [0, 1]),
+        ("CUDA", ("0", "MIG-b"), (["a"], ["b"]), [0, 0]),
+        ("HIP", ("0", "1"), (["a"], ["b"]), [0, 0]),
+        ("HIP", ("0", "1"), (["58580000-0000-0000-0000-000000000000"],) * 2, [0, 0]),  # "XX": it has no UUID
+        ("HIP", ("0", "0"), (["58580000-0000-0000-0000-000000000000"],) * 2, [3, 3]),
+        ("HIP", ("0,1", "0,1"), (["a", "a"],) * 2, [0, 1]),  # partitions of one GPU
+        ("ROCR", ("0", "1"), ([None], [None]), [0, 0]),
+        ("ROCR", ("0", "0"), ([None], [None]), [3, 3]),
+    ],
+)
+def test_ranks_tell_gpus_apart_by_their_uuids(
+    variable: str, visible: tuple[str, str], uuids: tuple[list[str | None], ...], codes: list[int]
+) -> None:
+    """The exit code is 3 where two ranks would share one GPU, otherwise the index of the rank's GPU."""
+
+    def target(env: RankEnv) -> int:
+        own = uuids[env.rank]
+        os.environ[f"{variable}_VISIBLE_DEVICES"] = visible[env.rank]
+        cuda: Any = torch.cuda
+        cuda.init, cuda.device_count = (lambda: None), (lambda: len(own))
+        cuda.get_device_properties = lambda index: SimpleNamespace(**({"uuid": own[index]} if own[index] else {}))
+        store = create_store(env, 30)
+        infos = exchange_rank_info(store, env, FailureMonitor(store, env, 30))
+        try:
+            return _choose_device(Config.parse(["--backend", "nccl"]), infos, env.rank)[0].index
+        except SetupError as error:
+            assert "2 processes, " in str(error) and "start one process per GPU" in str(error)
+            return error.exit_code
+
+    ranks = Ranks(2, target)
+    assert ranks.wait(30) == codes, ranks.output()
+
+
+def test_gpus_that_cannot_be_used_or_are_not_wanted_do_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("CUDA driver initialization failed")
+
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert identify_gpus() == ["0 of ", "1 of "]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: pytest.fail("there is no GPU"))
+    assert identify_gpus() == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("--device cpu"))
+    store = torch.distributed.HashStore()
+    env = RankEnv()
+    assert exchange_rank_info(store, env, FailureMonitor(store, env, 5), use_gpus=False)[0].gpus == []
 
 
 def test_the_file_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
@@ -375,6 +437,27 @@ def test_an_error_on_rank_0_reaches_every_rank_and_only_one_prints_it() -> None:
     assert on_ranks(3, lambda ctx: ctx.on_main(lambda: ctx.rank + 7)) == [7, 7, 7]
 
 
+def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of a Mac would otherwise wonder why the training is slow."""
+    if not hasattr(torch, "accelerator"):
+        pytest.skip("this torch has no torch.accelerator")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+
+    def target(device: str, rank_env: RankEnv) -> int:
+        def nothing(config: Config, env: RankEnv) -> None:
+            with init_distributed(config, env):
+                pass
+
+        return run_as_rank(nothing, Config.parse(["--device", device]), rank_env)
+
+    for device, times in (("auto", 1), ("cpu", 0)):
+        ranks = Ranks(2, partial(target, device))
+        assert ranks.wait() == [0, 0]
+        line = "warning: this project does not use the mps device of this machine: it trains on the CPU"
+        assert ranks.output().count(line) == times
+
+
 def test_the_process_group_is_destroyed_after_success_and_after_failure() -> None:
     import torch.distributed as dist
 
@@ -423,6 +506,35 @@ def test_launch_node_is_clean_shell_with_help() -> None:
     assert checked.returncode == 0, checked.stdout
     helped = run(["bash", script, "--help"])
     assert helped.returncode == 0 and "--master-addr" in helped.stdout
+
+
+SCRIPTS = {"launch_node.sh": ["--nnodes", "two"], "launch/ssh.sh": ["--remote-dir"]}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_launcher_finds_its_project_through_links(script: str, tmp_path: Path) -> None:
+    (tmp_path / "a b" / "c").mkdir(parents=True)
+    (tmp_path / "a b" / "first").symlink_to(TEMPLATE / script)
+    (tmp_path / "a b" / "c" / "second").symlink_to("../first")
+    (tmp_path / "third").symlink_to("a b/c/second")
+    (tmp_path / "folder").symlink_to("a b/c")
+    for link in ("a b/first", "a b/c/second", "third", "folder/second", "folder/../first"):
+        for path in (tmp_path / link, link):
+            command = ["bash", path, *SCRIPTS[script]]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2 and done.stderr.startswith(f"error: {SCRIPTS[script][0]}: "), done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_shell_that_is_not_bash_is_told_what_to_type(script: str) -> None:
+    done = run(["bash", "--posix", TEMPLATE / script, *SCRIPTS[script]])
+    assert done.returncode == 2 and f"error: {SCRIPTS[script][0]}: " in done.stderr
+    if shutil.which("dash") is None:
+        assert not os.environ.get("CI"), "dash must be installed in CI"
+        pytest.skip("dash is not installed")
+    done = run(["dash", TEMPLATE / script, "--nnodes", "2"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: this script needs bash: type ./{script} ... or bash {script} ...\n"
 
 
 # ---- rank 0 cannot be reached ---------------------------------------------------------------------------------------
@@ -711,6 +823,25 @@ def test_ranks_with_different_code_learn_which_file_differs(tmp_path: Path) -> N
     outputs = [run.communicate(timeout=60)[0] for run in runs]
     assert [run.returncode for run in runs] == [3, 3]
     assert "the file model.py is" in outputs[0] and "with the same options, code and data" in outputs[0]
+
+
+@fault(42)
+@pytest.mark.parametrize("has, lacks", [(0, 1), (1, 0), (2, 0)])
+def test_a_file_that_one_rank_alone_has_is_named_with_that_rank(has: int, lacks: int, tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        for name in ("launch_node.sh", "main.py", *(["extra.py"] if rank == has else [])):
+            (tmp_path / str(rank) / name).touch()
+
+    def compare(config: Config, env: RankEnv) -> None:
+        with init_distributed(config, env) as ctx:
+            ctx.check_same(hash_source_files(tmp_path / str(env.rank)))
+
+    ranks = Ranks(3, lambda env: run_as_rank(compare, Config.parse([]), env))
+    assert ranks.wait(30) == [3, 3, 3], ranks.output()
+    remedy = "start all ranks with the same options, code and data"
+    expected = f"error: the file extra.py exists on rank {has} but not on rank {lacks}: {remedy}\n"
+    assert ranks.output() == expected
 
 
 def test_launch_node_sh_names_the_interpreter_that_lacks_the_packages(template: Path, tmp_path: Path) -> None:

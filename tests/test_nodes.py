@@ -321,7 +321,7 @@ def test_a_node_that_comes_after_a_refusal_hears_it_too(project: Path) -> None:
         refused_alike([*early, node(three[2], 2, project, NNODES="3")], "--nnodes is 3 and 2", "gpu1", "gpu2")
 
 
-@fault(27)
+@fault(27, 42)
 def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project, "end(6)")
     knock = "import socket, sys, time\nfor i in range(50):\n try: s = socket.create_connection(('10.77.0.1', 29500))\n"

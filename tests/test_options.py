@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 import data
 import main
 from config import Config
-from ddp.core.errors import UsageError
+from ddp.core.errors import SetupError, UsageError
 from ddp.core.options import OptionParser, option
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset
@@ -162,7 +162,15 @@ VALUES: dict[str, str | None] = {
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
     **dict(ema="0.99"),
     **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
-    **dict(precision="bf16", compile=None, channels_last=None, sync_bn=None, comm_hook="powersgd", profile=None),
+    **dict(
+        precision="bf16",
+        matmul_precision="high",
+        compile=None,
+        channels_last=None,
+        sync_bn=None,
+        comm_hook="powersgd",
+        profile=None,
+    ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
     **dict(seed="4", deterministic=None, strict_resume=None),
     **dict(device="cpu", backend="gloo", nproc="2", timeout="30", local_rank="0"),
@@ -781,7 +789,37 @@ def test_compile_keeps_the_names_of_the_weights(
 def test_compile_without_a_compiler_is_refused(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     output = run(tmp_path / "out", "--compile", code=3).output
-    assert output == "error: --compile needs a C++ compiler on the CPU: install g++, or remove --compile\n"
+    line = f"--compile needs a C++ compiler, but found no {tmp_path}/no-such-compiler"
+    assert output == f"error: {line}: install g++, set CXX, or remove --compile\n"
+
+
+@pytest.mark.parametrize(
+    ("compilers", "variable", "found"),
+    [
+        (["g++", "cc"], None, "but found no gcc and no clang: install gcc"),  # what Triton looks for
+        (["gcc"], "tcc", "but found no tcc: install gcc"),
+        (["gcc"], None, None),
+        (["clang"], None, None),
+        (["tcc"], "tcc", None),
+    ],
+)
+def test_compile_on_a_gpu_needs_a_c_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilers: list[str], variable: str | None, found: str | None
+) -> None:
+    for name in compilers:
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CC", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = Config.parse(["--compile", "--device", "cuda"])
+    if found is None:
+        wrapping.check_model(config, nn.Linear(1, 1))
+    else:
+        with pytest.raises(SetupError, match=re.escape(f"--compile needs a C compiler, {found}, set CC")):
+            wrapping.check_model(config, nn.Linear(1, 1))
 
 
 @shows("channels_last")
@@ -800,6 +838,23 @@ def test_images_and_convolutions_are_in_channels_last_order(
     reordered = run(tmp_path / "reordered", *ONE_STEP, *options, "--channels-last")
     assert set(map(tuple, seen())) == {(True, True)}  # in training and in evaluation
     assert close(reordered.weights(), plain.weights())
+
+
+@shows("matmul_precision")
+def test_the_precision_of_matrix_products_is_torchs_own_switch(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, "high" allows TF32. cudnn may try all algorithms, unless they must be deterministic."""
+
+    def settings(model: Any, inputs: Tensor, outputs: Tensor) -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    seen = watch(monkeypatch, tmp_path / "seen", settings)
+    run(tmp_path / "highest", *ONE_STEP)
+    assert set(map(tuple, seen())) == {("highest", True)}
+    (tmp_path / "seen").unlink()
+    run(tmp_path / "high", *ONE_STEP, "--matmul-precision", "high", "--deterministic")
+    assert set(map(tuple, seen())) == {("high", False)}
 
 
 @shows("sync_bn")
@@ -960,8 +1015,11 @@ def test_deterministic_refuses_an_operation_without_a_deterministic_algorithm(
 
     monkeypatch.setattr(main, "build_model", lambda config, train_set: Unpools())
     run(tmp_path / "free", *ONE_STEP)
-    output = run(tmp_path / "strict", *ONE_STEP, "--deterministic", code=1).output
-    assert "does not have a deterministic implementation" in output
+    output = run(tmp_path / "strict", *ONE_STEP, "--deterministic", code=2).output
+    operation = r"max_unpooling2d_forward_out \(test_options\.py, line \d+\)"
+    remedy = "replace this operation, or remove --deterministic"
+    line = rf"error: --deterministic: {operation} has no deterministic form on this device: {remedy}"
+    assert re.fullmatch(line, output.splitlines()[-1]) and "Traceback" not in output
 
 
 @shows("strict_resume")

@@ -104,7 +104,7 @@ SENT = {
 }
 
 
-@fault(27)
+@fault(27, 42)
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
 def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     sent: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -126,7 +126,7 @@ def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
-@fault(27)
+@fault(27, 42)
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the greeting"])
 @pytest.mark.parametrize("sent", [b"", line()[:20], line()], ids=["nothing", "half a line", "a line"])
 def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
@@ -146,7 +146,7 @@ def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
-@fault(27)
+@fault(27, 42)
 def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not() -> None:
     endpoint = free_endpoint()
     first = in_thread(join_nodes, node_info(0), endpoint)

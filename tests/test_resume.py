@@ -30,7 +30,6 @@ from ddp.data import images
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import random_state, set_random_state
-from ddp.distributed.tree import broadcast_tree
 from ddp.entrypoint.launch import run_as_rank
 from faults import fault
 from processes import Ranks, on_ranks, start, train
@@ -387,7 +386,7 @@ def test_the_module_versions_in_a_state_dict_reach_every_rank() -> None:
 
     def on_rank(ctx: DistContext) -> str:
         state = torch.nn.BatchNorm2d(3).state_dict() if ctx.rank == 0 else None
-        received = broadcast_tree(state, ctx)
+        received = ctx.broadcast_tree(state)
         return f"{type(received).__name__} {received._metadata['']['version']}"
 
     assert on_ranks(2, on_rank) == ["OrderedDict 2"] * 2

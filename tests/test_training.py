@@ -26,6 +26,7 @@ import pytest
 import torch
 from outputs import lines, newest, weights_and_momentum
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import ddp.training.run
@@ -37,6 +38,7 @@ from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import seed_step
 from ddp.training.meter import Meter
+from ddp.training.wrapping import wrap_model
 from faults import fault
 from processes import on_ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
@@ -476,3 +478,35 @@ def test_the_train_loader_computes_the_global_batch(small: None) -> None:
         return loader.global_batch, loader.steps_per_epoch
 
     assert on_ranks(2, sizes) == [(48, 13)] * 2
+
+
+def test_buffers_are_broadcast_in_training_only_if_a_rank_could_need_them() -> None:
+    """Running statistics are read by evaluations and checkpoints only; a broadcast in each forward pass is wasted."""
+
+    class Codebook(nn.Module):
+        """Its buffer follows the data, and changes what the model computes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("centre", torch.zeros(4))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.centre += inputs.mean(0)  # type: ignore[operator,misc]
+            return self.layer(inputs - self.centre)  # type: ignore[operator]
+
+    def trained(ctx: DistContext) -> dict[str, tuple[list[float], int]]:
+        found = {}
+        for name, network in (("codebook", Codebook()), ("norm", nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))):
+            ddp_model = wrap_model(network, Config.parse(["--device=cpu"]), ctx)
+            for _ in range(3):
+                ddp_model(torch.full((2, 4), float(ctx.rank + 1)) + torch.eye(4)[:2]).sum().backward()
+            broadcasts = ddp_model.will_sync_module_buffers()
+            found[name] = [buffer.sum().item() for buffer in network.buffers()], broadcasts
+        return found
+
+    ranks = on_ranks(2, trained)
+    assert [rank["codebook"][1] for rank in ranks] == [True, True]
+    assert [rank["norm"][1] for rank in ranks] == [False, False]
+    first, second = (rank["codebook"][0][0] for rank in ranks)
+    assert first != second and abs(first - second) < 5, "each step begins with the buffer of rank 0"

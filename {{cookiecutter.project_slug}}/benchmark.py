@@ -59,7 +59,7 @@ from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tree import map_tensors
 from ddp.entrypoint.launch import run, run_and_exit
-from ddp.training.wrapping import accumulate, autocast, check_model, make_deterministic, model_name, wrap_model
+from ddp.training.wrapping import accumulate, autocast, check_model, choose_algorithms, model_name, wrap_model
 from model import build_model, build_optimizer, compute_loss, forward
 
 MAX_ON_CPU = 8  # processes, unless --nproc asks for more
@@ -172,13 +172,25 @@ class Trainer:
         dist.all_reduce(torch.zeros(1))
 
 
+class Replica(nn.Module):
+    """What DataParallel runs on each GPU: `model` with --precision."""
+
+    def __init__(self, model: nn.Module, config: Config, ctx: DistContext) -> None:
+        super().__init__()
+        self.model, self.config, self.ctx = model, config, ctx
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        # DataParallel's threads know that autocast is on, but not its dtype, which is local to a thread: fp16 if unset.
+        with autocast(self.config, self.ctx):
+            return self.model(*args, **named)
+
+
 def measure(
     finish: Callable[[str, list[Row]], None], rounds: int, seconds: float, config: Config, env: RankEnv
 ) -> None:
     """Measure this number of processes; pass a title and the rows to `finish`, once. Call on every rank."""
     check_backend(config)
-    if config.deterministic:
-        make_deterministic()
+    choose_algorithms(config)
     task = Task(config)
     check_model(config, task.model)
     with init_distributed(config, env) as ctx:
@@ -206,7 +218,7 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
         yield row(ONE, alone.speed(itertools.repeat(resident), seconds))
         del alone
     if world_size == 1 and gpus > 1 and has_rows:
-        parallel = Trainer(task, ctx, nn.DataParallel)
+        parallel = Trainer(task, ctx, partial(_data_parallel, config, ctx))
         everything = map_tensors(resident, lambda part: torch.cat([part] * gpus))  # DataParallel splits it again
         yield row(PARALLEL, gpus * parallel.speed(itertools.repeat(everything), seconds), gpus)
         del parallel
@@ -219,6 +231,10 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     if world_size > 1 and share > 1 and has_rows:  # BatchNorm refuses a single sample
         part = map_tensors(resident, lambda part: part[:share])
         yield row(STRONG, trainer.speed(itertools.repeat(part), seconds) * share / config.batch_size, batch=share)
+
+
+def _data_parallel(config: Config, ctx: DistContext, model: nn.Module) -> nn.Module:
+    return nn.DataParallel(Replica(model, config, ctx))
 
 
 def _compiled(config: Config, model: nn.Module) -> nn.Module:

@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
 # Trains on this machine. Run it on each of several machines to train on all of them together. --help lists the options.
+if [ -z "${BASH_VERSION:-}" ]; then
+  echo "error: this script needs bash: type ./launch_node.sh ... or bash launch_node.sh ..." >&2
+  exit 2
+fi
 set -euo pipefail
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The script itself, if this is a link to it. `readlink -f` is not portable.
+file=${BASH_SOURCE[0]}
+while [[ -L $file ]]; do
+  link=$(readlink -- "$file")
+  [[ $link == /* ]] || link=$(dirname -- "$file")/$link
+  file=$(cd -P -- "$(dirname -- "$link")" && pwd)/${link##*/}
+done
+here=$(cd -- "$(dirname -- "$file")" && pwd)
 # PYTHON, or the active environment, or the project's own, or python3.
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -z ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} && -x $here/.venv/bin/python ]]; then

@@ -21,7 +21,7 @@ from ddp.training.meter import Meter
 from ddp.training.output_dir import default_output_dir
 from ddp.training.run import open_run
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import accumulate, autocast, check_model, make_deterministic, wrap_model
+from ddp.training.wrapping import accumulate, autocast, check_model, choose_algorithms, wrap_model
 from model import (
     batch_totals,
     build_model,
@@ -37,8 +37,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
     """Train, or only evaluate with --evaluate, as the process that `rank_env` describes. Every rank runs this."""
     # Do all local checks first, so that errors surface before any rank blocks on another.
     check_backend(config)
-    if config.deterministic:
-        make_deterministic()
+    choose_algorithms(config)
     train_set, test_set = load_datasets(config)
     check_datasets(train_set, test_set)
     seed_everything(config.seed)

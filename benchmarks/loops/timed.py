@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import runpy
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,7 @@ class Timer:
         if dist.get_rank() == 0:
             self.file.write_text(json.dumps({"steps": self.times, "slices": self.slices}))
         sys.stdout.flush()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each DataLoader worker
         for child in multiprocessing.active_children():  # DataLoader workers would disturb the next run for seconds
             child.kill()
         os._exit(0)

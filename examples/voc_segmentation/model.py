@@ -51,12 +51,16 @@ def compute_loss(outputs: dict[str, Tensor], targets: Tensor, config: Any) -> Te
 def batch_totals(loss: Tensor, outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Any]:
     """Totals to add up over batches and ranks: loss, pixels, and the confusion matrix [classes, classes]."""
     classes, valid = outputs["out"].shape[1], targets != IGNORE
-    pairs = targets[valid] * classes + outputs["out"].argmax(1)[valid]  # row: true class; column: predicted class
+    pairs = targets * classes + outputs["out"].argmax(1)  # row: true class; column: predicted class
+    # Not targets[valid] and bincount: to know a size, they would wait for the GPU.
+    pairs = torch.where(valid, pairs, classes**2).flatten()
+    pixels = torch.zeros(classes**2 + 1, dtype=torch.long, device=pairs.device)
+    pixels.scatter_add_(0, pairs, torch.ones_like(pairs))
     count = valid.sum()
     return {
         "loss": loss.detach() * count,
         "count": count,
-        "confusion": torch.bincount(pairs, minlength=classes**2).view(classes, classes),
+        "confusion": pixels[:-1].view(classes, classes),
     }
 
 

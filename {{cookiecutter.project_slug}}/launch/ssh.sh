@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
 # Runs launch_node.sh on every host of a list, over ssh, and stops all of them when one fails. --help lists the options.
+if [ -z "${BASH_VERSION:-}" ]; then
+  echo "error: this script needs bash: type ./launch/ssh.sh ... or bash launch/ssh.sh ..." >&2
+  exit 2
+fi
 set -euo pipefail
 
 # What each host runs. Its input is the connection: a line is a signal to pass on, its end means that this side is gone.
@@ -22,8 +26,15 @@ run_on_host() { # FOLDER ARGUMENTS
   exit "$code"
 }
 
-# The path as it was typed: links may lead to another place on the hosts.
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# The script itself, if this is a link to it. `readlink -f` is not portable.
+file=${BASH_SOURCE[0]}
+while [[ -L $file ]]; do
+  link=$(readlink -- "$file")
+  [[ $link == /* ]] || link=$(dirname -- "$file")/$link
+  file=$(cd -P -- "$(dirname -- "$link")" && pwd)/${link##*/}
+done
+# The path as it was typed: links to folders may lead to another place on the hosts.
+here=$(cd -- "$(dirname -- "$file")/.." && pwd)
 # PYTHON, or the active environment, or the project's own, or python3.
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -z ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} && -x $here/.venv/bin/python ]]; then

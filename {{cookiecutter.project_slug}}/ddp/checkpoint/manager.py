@@ -20,7 +20,7 @@ from ddp.core.source_hash import hash_source_files
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, plural
 from ddp.distributed.seeds import random_state, set_random_state
-from ddp.distributed.tree import broadcast_tree
+from ddp.distributed.streams import Mark
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,9 @@ class CheckpointManager:
         self.last_step = self.train_state.step
         best = self.train_state.best_step == self.train_state.step
 
-        def write(copy: dict[str, Any]) -> None:
+        def write(copy: dict[str, Any], copied: Mark) -> None:
             # 4. In the background: check that it is finite, sync the logs, write the file, delete old ones.
+            copied.wait()
             bad = find_non_finite({name: copy[name] for name in self.finite})
             if bad := [name for name in bad if name not in self.non_finite]:
                 raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
@@ -109,8 +110,8 @@ class CheckpointManager:
             # 5. Report that it is on disk.
             self.on_saved(copy["step"])
 
-        # 3. On rank 0, copy it in host memory: training may then continue.
-        self.ctx.on_main(lambda: self.writer.start(partial(write, snapshot(content))))
+        # 3. On rank 0, copy it to host memory: training may then continue.
+        self.ctx.on_main(lambda: self.writer.start(partial(write, *snapshot(content, self.ctx.streams))))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
@@ -138,7 +139,7 @@ class CheckpointManager:
         content: dict[str, Any] = {}
         path = self.ctx.on_main(self._find, content)
         if path is not None:
-            self._load(broadcast_tree(content, self.ctx))
+            self._load(self.ctx.broadcast_tree(content))
         return path
 
     def _find(self, found: dict[str, Any]) -> str | None:

@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ddp.distributed.streams import Copy, CpuStreams, Mark
 from ddp.distributed.tree import map_tensors
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
-def snapshot(state: Any) -> Any:
-    """A copy of `state` in host memory. Raises TypeError if torch.load(weights_only=True) would refuse it."""
+def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
+    """A copy of `state` in host memory, and when it is complete.
+
+    Raises TypeError if torch.load(weights_only=True) would refuse it.
+    """
     for keys, part in _leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
             place = "".join(f"[{key!r}]" for key in keys)
@@ -21,13 +25,16 @@ def snapshot(state: Any) -> Any:
             raise TypeError(f"{reason}: make it a tensor or a plain number")
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)
-        return copies[key]
+    def copy_all(copy: Copy) -> Any:
+        def copy_once(tensor: torch.Tensor) -> torch.Tensor:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            if key not in copies:
+                copies[key] = copy(tensor)
+            return copies[key]
 
-    return map_tensors(state, copy)
+        return map_tensors(state, copy_once)
+
+    return streams.download(copy_all)
 
 
 def find_non_finite(state: Any) -> list[str]:

@@ -15,11 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp.core.errors import PeerFailed, PeerLost, Stopped, exit_code_of, one_line, print_line, report_error
+from ddp.core.errors import (
+    PeerFailed,
+    PeerLost,
+    SetupError,
+    Stopped,
+    UsageError,
+    exit_code_of,
+    one_line,
+    print_line,
+    report_error,
+)
 from ddp.core.files import atomic_write
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 KILLED_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.DOTALL)
+NOT_DETERMINISTIC = re.compile(r"^(?:\w+: )?(.+?) does not have a deterministic implementation, but", re.MULTILINE)
+OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
 REPORT_GRACE_S = 3.0
@@ -107,14 +119,39 @@ process_exit = ProcessExit()
 
 
 def translate_exception(error: BaseException) -> BaseException:
-    """PeerLost if `error` means that a DataLoader worker was killed, which torch reports like a bug; else `error`."""
-    killed = isinstance(error, RuntimeError) and KILLED_WORKER.search(str(error))
+    """The UserError for an error that torch reports like a bug, although the user can fix it; otherwise `error`."""
+    text = str(error)
+    if hasattr(error, "exit_code"):
+        return error
+    killed = isinstance(error, RuntimeError) and KILLED_WORKER.search(text)
     # A worker can also die while it hands over a batch. An error that a dataset raises has "Caught" in its message.
-    disconnected = isinstance(error, ConnectionError | EOFError) and "Caught" not in str(error)
+    disconnected = isinstance(error, ConnectionError | EOFError) and "Caught" not in text
     in_loader = disconnected and "torch/utils/data/dataloader.py" in "".join(traceback.format_tb(error.__traceback__))
     if killed or in_loader:
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
+    if found := NOT_DETERMINISTIC.search(text):
+        operation = f"{found[1]}{_called_in(error)} has no deterministic form on this device"
+        return UsageError(f"--deterministic: {operation}: replace this operation, or remove --deterministic")
+    if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
+        return SetupError(_out_of_memory(text))
     return error
+
+
+def _called_in(error: BaseException) -> str:
+    """The last line of the project's own code that led to `error`, as ` (model.py, line 7)`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not re.search("(site|dist)-packages|torchinductor|^<", frame.filename)]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+
+
+def _out_of_memory(text: str) -> str:
+    """One line for torch's report: what did not fit, the memory of the GPU, and the remedy."""
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+    gpu = re.search(r"(GPU \d+) has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
+    what = f": {wanted[1]} more did not fit" if wanted else ""
+    where = f" on {gpu[1]}, which has {gpu[2]}, {gpu[3]} of it free" if gpu else ""
+    remedy = "lower --batch-size and raise --grad-accum-steps by the same factor"
+    return f"{'HIP' if 'HIP' in text else 'CUDA'} out of memory{what}{where}: {remedy}"
 
 
 def exit_process(code: int) -> NoReturn:

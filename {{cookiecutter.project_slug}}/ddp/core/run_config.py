@@ -38,6 +38,7 @@ class RunConfig:
     evaluate: bool = _training(False, "evaluate the newest checkpoint, or the one of --resume PATH; do not train", may_change_on_resume=True)
 
     precision: str = _speed("fp32", "number format of the forward and backward pass", choices=("fp32", "bf16", "fp16"))
+    matmul_precision: str = _speed("highest", "fp32 matrix products: high allows TF32 on GPUs, and medium bf16 (torch.set_float32_matmul_precision)", choices=("highest", "high", "medium"))
     compile: bool = _speed(False, "compile the model (torch.compile)", may_change_on_resume=True)
     sync_bn: bool = _speed(False, "BatchNorm over the batches of all processes (GPU only)")
     comm_hook: str = _speed("none", "compress gradients on the network", choices=("none", "fp16", "bf16", "powersgd"))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from tqdm import tqdm
 
 from ddp.core.errors import SetupError
@@ -119,34 +119,41 @@ class ImagesInMemory(ImageDataset):
         # Small batches are made several at once: one by one, they would cost a small model some percent of its step.
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.images, self.targets = images, targets
+        self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
 
     def to(self, device: torch.device) -> None:
         if self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
-            self.images, self.targets = self.images.to(device), self.targets.to(device)
+            self.images = self.images.to(device)
+        else:
+            self.on_device = False
 
     def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
-        """Targets and sample numbers only: `augment` or, in an evaluation, `prepare` selects the images."""
-        samples = torch.tensor(indices, device=self.targets.device)
-        return self.targets.index_select(0, samples), samples
+        """Targets and sample numbers, in host memory; and the images, unless they are where batches are made.
+
+        `augment` or, in an evaluation, `prepare` selects the others, on the device.
+        """
+        samples = torch.tensor(indices)
+        found = self.targets.index_select(0, samples), samples
+        if self.on_device and get_worker_info() is None:
+            return found
+        return *found, self.images.index_select(0, samples)
 
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
-        targets, samples = batch
-        if self.images.nbytes > MAX_COPIED_BYTES:
-            return super().augment((targets, samples, self._select(samples)), epoch)
+        targets, samples, *images = batch
+        if images or self.images.nbytes > MAX_COPIED_BYTES:
+            return super().augment((targets, samples, images[0] if images else self._select(samples)), epoch)
         if self._copies is None:  # once, and only for training; takes 2.5 times the memory of the images
             copies, pad = self._padded_and_flipped(self.images)
             self._copies = copies.contiguous(memory_format=self.transforms.memory_format), pad
-        rows = samples.to(self.images.device)
-        return targets, samples, self._cropped(*self._copies, rows, rows, epoch).to(samples.device, non_blocking=True)
+        return targets, samples, self._cropped(*self._copies, samples, samples, epoch)
 
     def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        targets, samples, *augmented = batch
-        return super().prepare((targets, samples, augmented[0] if augmented else self._select(samples)))
+        targets, samples, *images = batch
+        return super().prepare((targets, samples, images[0] if images else self._select(samples)))
 
     def _select(self, samples: Tensor) -> Tensor:
-        """These images, on the device of `samples`: they may be too many for it, and stay in host memory."""
-        return self.images.index_select(0, samples.to(self.images.device)).to(samples.device, non_blocking=True)
+        return self.images.index_select(0, samples)
 
 
 class ImageFiles(ImageDataset):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -48,12 +48,11 @@ class _Loader:
             batch_sampler=indices,
             num_workers=self.workers,
             collate_fn=_as_it_is,
-            pin_memory=self.ctx.device.type == "cuda" and not self.hooks.in_memory,
+            pin_memory=self.ctx.device.type == "cuda",
             generator=generator,  # otherwise iter() would draw from the global one
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
-        for chunk in start_workers(loader):
-            chunk = map_tensors(chunk, lambda part: part.to(self.ctx.device, non_blocking=True), kind=Movable)  # move
+        for chunk in self.ctx.streams.upload(start_workers(loader)):  # move
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
             yield self.hooks.prepare(chunk)  # prepare
@@ -138,13 +137,6 @@ class EvalLoader(_Loader):
                 yield batch
             if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
                 raise StopRequested(decision)
-
-
-@runtime_checkable
-class Movable(Protocol):
-    """A tensor, or anything else in a batch that can follow it to its device."""
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
 
 
 def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:

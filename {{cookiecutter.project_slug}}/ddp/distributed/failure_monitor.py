@@ -1,8 +1,10 @@
 """How the ranks share a failure: through the store, which works when collectives do not.
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
-Keys of the store: `failure` the cause; `diagnose` a rank asks who is alive; `alive/R`, `comm_error/R` rank R answers;
-`left/R` rank R finished; `ack/R` rank R has read the cause; `saved` the step of the last checkpoint on disk.
+A main thread that waits for a GPU notices nothing, so the monitor's thread asks as well: see `_find_lost_rank`.
+Keys of the store: `failure` the cause; `roll_call` counts questions who is alive, and `present/N/R` is the answer of
+rank R to question N; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank R
+has read the cause; `saved` the step of the last checkpoint on disk.
 """
 
 import json
@@ -21,16 +23,21 @@ from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
 from ddp.core.stop_signal import stop_signal
 from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.stop_sync import StopSync
+from ddp.distributed.streams import Mark
 
 Answer = TypeVar("Answer")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
 ANSWER_TIMEOUT_S = 3.0
 MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
+STOP_PATIENCE_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
+STORE_PATIENCE_S = 10.0  # the same, for a rank that can ask no other because the store is gone
 COMM_ERROR = re.compile(
     r"gloo|Timed out waiting|pair closure|NCCL|Connection (closed|reset)|Broken pipe|[Ss]ocket [Tt]imeout"
 )
 COLLECTIVE_SOURCES = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", "torchinductor")
+OWN_GPU_ERROR = re.compile(r"CUDA error|Cuda failure")  # CUDA reports it in any later call, perhaps in one of NCCL
 TIMED_OUT = re.compile(r"[Tt]imed? ?out|pair closure")
 
 
@@ -44,6 +51,9 @@ class FailureMonitor:
         self.cause: BaseException | None = None  # once it is resolved
         self.seen_failure: dict[str, Any] | None = None  # what the thread has found
         self.reachable = True  # the store; False once its host is gone
+        self.stop_sync: StopSync | None = None  # once the ranks are connected
+        self.roll_calls = 0  # that this rank has answered
+        self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
 
     def start(self) -> None:
         """Watch the other ranks from now on, even while the main thread waits in a collective."""
@@ -55,6 +65,7 @@ class FailureMonitor:
         self.closed.set()
         if self.others:
             self._call_store(lambda: self.store.set(f"left/{self.rank}", ""))
+        self._wait_for_keys([f"left/{other}" for other in self.others], STORE_PATIENCE_S)
 
     def share_saved(self, step: int) -> None:
         """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
@@ -64,6 +75,15 @@ class FailureMonitor:
         """The step of the last checkpoint on disk, as far as this rank can know."""
         shared = self._call_store(lambda: int(self.store.get("saved")) if self.store.check(["saved"]) else None)
         return shared if shared is not None else process_exit.saved_step
+
+    def add_saved_step(self, error: BaseException) -> None:
+        """Add to a PeerLost from which step the run can be resumed."""
+        if isinstance(error, PeerLost) and not error.on_every_rank:
+            process_exit.saved_step = saved = self.saved_step()
+            resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
+            if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
+                resumable = "resumable from the newest checkpoint, if there is one"
+            error.args = (f"{error}; {resumable}: start all ranks again with the same command",)
 
     def check(self) -> None:
         """Raise PeerFailed if another rank has failed."""
@@ -86,8 +106,11 @@ class FailureMonitor:
 
     def wait_for_acks(self) -> None:
         """After a failure, if the store is in this process: wait until the others have read the cause."""
-        end = time.monotonic() + ANSWER_TIMEOUT_S
-        keys = [f"ack/{other}" for other in self.others]
+        self._wait_for_keys([f"ack/{other}" for other in self.others], ANSWER_TIMEOUT_S)
+
+    def _wait_for_keys(self, keys: list[str], seconds: float) -> None:
+        """If the store is in this process: keep it until the others have written `keys`."""
+        end = time.monotonic() + seconds
         while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)
 
@@ -110,6 +133,7 @@ class FailureMonitor:
         """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
         self.store.set(f"comm_error/{self.rank}", "")
         asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
+        number = self.store.add("roll_call", 1) if asks else 0
         end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
         silent = busy = self.others
         while time.monotonic() < end:
@@ -117,21 +141,25 @@ class FailureMonitor:
                 return self._peer_failed(json.loads(self.store.get("failure")))
             if asks:
                 busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
-                silent = [rank for rank in busy if rank in silent and not self.store.check([f"alive/{rank}"])]
+                absent = [rank for rank in busy if not self.store.check([f"present/{number}/{rank}"])]
+                silent = [rank for rank in silent if rank in absent]
             if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
                 break
             time.sleep(0.05)
         if not asks:
             return PeerLost("another process was lost, and so was the one that was finding out which")
-        names = " and ".join(f"rank {rank}" for rank in silent or busy)
         if silent:
-            left = self.store.check([f"left/{rank}" for rank in silent])
-            return PeerLost(f"{names} {'left early' if left else 'was lost'}")
+            return self._lost(silent)
+        names = _names(busy)
         if busy and timed_out:
             hanging = PeerLost(f"{names} did not respond for {self.timeout:g} s (--timeout); see its stack above")
             hanging.hang = True
             return hanging
         return PeerLost("the connections between the processes broke")
+
+    def _lost(self, silent: list[int]) -> PeerLost:
+        left = self.store.check([f"left/{rank}" for rank in silent])
+        return PeerLost(f"{_names(silent)} {'left early' if left else 'was lost'}")
 
     def _share_failure(self, error: BaseException) -> BaseException:
         """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
@@ -158,25 +186,101 @@ class FailureMonitor:
 
     def _watch(self) -> None:
         """In the thread. When another rank failed: exit as well, unless the main thread notices by itself."""
-        answered = False
         while self.seen_failure is None:
             if self.closed.wait(POLL_INTERVAL_S):
                 return
             try:
-                if not answered and self.store.check(["diagnose"]):
-                    answered = True
-                    self.store.set(f"alive/{self.rank}", "")
-                if self.store.check(["failure"]):
-                    self.seen_failure = json.loads(self.store.get("failure"))
-                    self.store.set(f"ack/{self.rank}", "")
-            except RuntimeError:  # the next collective fails as well
+                self._answer_roll_call()
+                lost = self._find_lost_rank()
+            except RuntimeError:
                 self.reachable = False
-                return
+                return self._end_without_store()
+            if lost is not None and not self.closed.is_set():
+                self._end(self._share_failure(lost))
         if self.seen_failure["hang"]:
             dump_stacks()
         if not self.closed.wait(FOLLOW_TIMEOUT_S):
-            self.wait_for_acks()
-            process_exit.hard_exit(self._peer_failed(self.seen_failure))
+            self._end(self._peer_failed(self.seen_failure))
+
+    def _end(self, cause: BaseException) -> None:
+        """Exit now: the main thread is blocked."""
+        self.add_saved_step(cause)
+        self.wait_for_acks()
+        process_exit.hard_exit(cause)
+
+    def _answer_roll_call(self) -> None:
+        """Tell who asks that this rank is alive; notice a failure that another rank has written."""
+        if self.store.check(["roll_call"]) and (called := self.store.add("roll_call", 0)) > self.roll_calls:
+            for number in range(self.roll_calls + 1, called + 1):
+                self.store.set(f"present/{number}/{self.rank}", "")
+            self.roll_calls = called
+        if self.store.check(["failure"]):
+            self.seen_failure = json.loads(self.store.get("failure"))
+            self.store.set(f"ack/{self.rank}", "")
+
+    def _find_lost_rank(self) -> PeerLost | None:
+        """Another rank that is gone, if this one waits for something that takes longer than it should.
+
+        Over NCCL, the main thread waits for a GPU without end, where gloo's connections would break. A launcher asks
+        the survivors to stop; if they do not agree to, one of the ranks may be gone.
+        """
+        sync = self.stop_sync
+        if sync is None or sync.decided or self.seen_failure:
+            return None
+        requested = stop_signal.reason is not None
+        overdue = requested and time.monotonic() - stop_signal.requested_at > max(STOP_PATIENCE_S, 3 * sync.step_s)
+        stuck = self._gpu_is_stuck(sync)
+        silent = self._silent_ranks() if overdue or stuck else []
+        if silent or not stuck or self.seen_failure:
+            return self._lost(silent) if silent else None
+        dump_stacks()
+        waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
+        hanging = PeerLost(f"{waited}; the stacks above show what each rank did")
+        hanging.hang = True
+        return hanging
+
+    def _gpu_is_stuck(self, sync: StopSync) -> bool:
+        """Whether the GPU has worked on one step for --timeout."""
+        if sync.mark is not self.mark:
+            self.mark, self.marked_at = sync.mark, time.monotonic()
+        if time.monotonic() - self.marked_at < self.timeout:
+            return False
+        if call_with_timeout(ANSWER_TIMEOUT_S, self.mark.reached):  # the driver may block, too
+            self.marked_at = time.monotonic()  # the program takes its time, perhaps to save
+            return False
+        return True
+
+    def _silent_ranks(self) -> list[int]:
+        """The ranks that do not answer a roll call in time."""
+        number = self.store.add("roll_call", 1)
+        keys = {rank: f"present/{number}/{rank}" for rank in self.others}
+        end = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self.store.check([*keys.values()]):
+            self._answer_roll_call()  # another rank may ask at the same time
+            if self.seen_failure or self.closed.wait(POLL_INTERVAL_S / 2):
+                return []
+            if time.monotonic() > end:
+                # A rank that has finished, or that is finding out what has happened, answers no more.
+                answers = {rank: (key, f"left/{rank}", f"comm_error/{rank}") for rank, key in keys.items()}
+                return [rank for rank, names in answers.items() if not any(self.store.check([name]) for name in names)]
+        return []
+
+    def _end_without_store(self) -> None:
+        """The store is gone, and with it its host: exit, unless the main thread does, or can still save."""
+        lost_at = time.monotonic()
+        while not self.closed.wait(POLL_INTERVAL_S):
+            sync = self.stop_sync
+            if sync is not None and sync.decided:  # all ranks agreed to stop, and may be saving
+                continue
+            if time.monotonic() - lost_at > max(STORE_PATIENCE_S, 3 * (sync.step_s if sync else 0)):
+                host = {"rank 0": "rank 0", "torchrun": "torchrun"}.get(self.env.store_in, "the store of this run")
+                cause = PeerLost(f"{host} was lost")
+                self.cause = cause
+                self._end(cause)
+
+
+def _names(ranks: list[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | None:
@@ -195,6 +299,8 @@ def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | No
 
 def _is_comm_error(error: BaseException) -> bool:
     """Whether a collective or the store failed: by message and by source, since others have such messages."""
+    if OWN_GPU_ERROR.search(str(error)):
+        return False
     source = next((frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), "")
     matches = isinstance(error, RuntimeError) and COMM_ERROR.search(str(error)) is not None
     return isinstance(error, dist.DistError) or (matches and any(part in source for part in COLLECTIVE_SOURCES))

@@ -1,11 +1,12 @@
 """The process group: create it, use it, destroy it. A single process is a group of one."""
 
+import logging
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,13 +19,20 @@ from ddp.core.process_exit import process_exit, translate_exception
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.stop_signal import stop_signal
-from ddp.distributed.failure_monitor import FailureMonitor
+from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rendezvous import RankInfo, create_store, exchange_rank_info
 from ddp.distributed.stop_sync import StopSync
+from ddp.distributed.streams import CpuStreams, streams_of
+from ddp.distributed.tree import map_tensors
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
+NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
+# Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
+# frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
+_groups: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,10 @@ class DistContext:
     backend: str
     launcher: Launcher
     monitor: FailureMonitor
-    stop_sync: StopSync = field(default_factory=StopSync)
+    stop_sync: StopSync
+    streams: CpuStreams
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
-    on_failure: list[Callable[[BaseException], None]] = field(default_factory=list)
+    on_failure: list[Callable[[BaseException], None]]
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run `action` on rank 0; its result, or its exception, reaches every rank. Call on every rank."""
@@ -70,6 +79,20 @@ class DistContext:
         dist.broadcast(tensor.flatten().view(torch.uint8), src=0)  # as bytes: gloo does not support every dtype
         return tensor
 
+    def broadcast_tree(self, tree: Any) -> Any:
+        """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank."""
+        tensors: list[torch.Tensor] = []
+        map_tensors(tree if self.rank == 0 else None, tensors.append)
+        skeleton = self.on_main(lambda: map_tensors(tree, lambda tensor: tensor.to("meta")))  # shapes without data
+        source = iter(tensors)  # empty on the other ranks
+
+        def receive(place: torch.Tensor) -> torch.Tensor:  # one by one: no rank needs memory for two copies
+            tensor = next(source, None)
+            tensor = torch.empty(place.shape, dtype=place.dtype) if tensor is None else tensor.contiguous()
+            return self.broadcast(tensor)
+
+        return map_tensors(skeleton, receive)
+
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Copy rank 0's buffers, such as BatchNorm's running statistics, to every rank. Call on every rank."""
         for buffer in model.buffers():
@@ -89,13 +112,20 @@ class DistContext:
     def check_same(self, values: dict[str, Any]) -> None:
         """Raise SetupError on every rank unless each of `values` is the same on all. Call on every rank."""
         everyone = self.gather(values)
+        first = everyone[0]
         for rank, theirs in enumerate(everyone):
-            for name, value in everyone[0].items():
-                if theirs[name] != value:
-                    difference = f"{name} is {value} on rank 0 and {theirs[name]} on rank {rank}"
-                    error = SetupError(f"{difference}: start all ranks with the same options, code and data")
-                    error.on_every_rank = True
-                    raise error
+            for name in {**first, **theirs}:
+                if name not in theirs:
+                    difference = f"{name} exists on rank 0 but not on rank {rank}"
+                elif name not in first:
+                    difference = f"{name} exists on rank {rank} but not on rank 0"
+                elif first[name] != theirs[name]:
+                    difference = f"{name} is {first[name]} on rank 0 and {theirs[name]} on rank {rank}"
+                else:
+                    continue
+                error = SetupError(f"{difference}: start all ranks with the same options, code and data")
+                error.on_every_rank = True
+                raise error
 
 
 def check_backend(config: RunConfig) -> None:
@@ -123,7 +153,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
     process_exit.resolve_root_cause = monitor.resolve_root_cause
     on_failure: list[Callable[[BaseException], None]] = []
     try:
-        infos = exchange_rank_info(store, env, monitor)
+        infos = exchange_rank_info(store, env, monitor, config.device != "cpu")
         monitor.start()
         process_exit.record_output_dir(config.output_dir)
         start_rank_log(env.rank, env.world_size, config.output_dir)  # before NCCL prints how it connects
@@ -134,16 +164,20 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         if (interface := _choose_interface(infos, own)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device, backend = _choose_device(config, infos, env.rank)
+        if config.device == "auto" and device.type == "cpu" and env.rank == 0 and (unused := _other_accelerator()):
+            log.warning(f"warning: this project does not use the {unused} device of this machine: it trains on the CPU")
         _create_group(env, store, device, backend, config.timeout)
+        streams = streams_of(device)
+        monitor.stop_sync = stop_sync = StopSync(streams)
         ranks = (env.rank, env.world_size, own.local_rank or 0, local_world_size)
-        yield DistContext(*ranks, device, backend, env.launcher, monitor, on_failure=on_failure)
+        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure)
         monitor.close()
-        _destroy_group(SetupError("the process group cannot be destroyed"))
+        _destroy_group()
     except BaseException as error:
         cause = monitor.resolve_root_cause(translate_exception(error))
         for callback in on_failure:
             callback(cause)
-        _destroy_group(cause)
+        _destroy_group()
         monitor.wait_for_acks()
         if cause is error:
             raise
@@ -167,14 +201,25 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise SetupError(f"rank {env.rank} cannot connect to the others over {backend}: {reason}") from error
+        _groups.append(dist.group.WORLD)
+        if backend == "nccl":
+            # At its timeout, NCCL aborts the process without a message. Control traffic, over gloo, ends it before.
+            group = dist.distributed_c10d._get_default_group()
+            _set_timeout(group._get_backend(device), timeout + NCCL_GRACE_S)
         dist.all_reduce(torch.zeros(1))  # no rank continues, and perhaps exits, before all are connected
 
 
-def _destroy_group(error: BaseException) -> None:
-    """Destroy the process group, if there is one. If that hangs, as it may without a peer, exit with `error`."""
+def _set_timeout(backend: Any, seconds: float) -> None:
+    backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def _destroy_group() -> None:
+    """Destroy the process group, if there is one.
+
+    That may hang without a peer, or raise what a GPU has raised before: neither changes how the run ends.
+    """
     if dist.is_initialized():
-        with stop_signal.watchdog(HANG_GRACE_S, error):
-            dist.destroy_process_group()
+        call_with_timeout(HANG_GRACE_S, dist.destroy_process_group)
 
 
 def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple[torch.device, str]:
@@ -185,16 +230,22 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
         return torch.device("cpu"), "gloo" if config.backend == "auto" else config.backend
     for info in infos:
         local = [other for other in infos if other.machine == info.machine]
-        # A GPU of its own for each process: another index, or another one that it sees.
-        gpus = {(each.visible_gpus, (each.local_rank or 0) % each.gpus) for each in local if each.gpus}
-        if info.gpus == 0 or (config.backend != "gloo" and len(gpus) < len(local)):
-            found = f"{plural(len(local), 'process', 'es')}, {plural(info.gpus, 'GPU')}"
+        gpus = {each.gpus[(each.local_rank or 0) % len(each.gpus)] for each in local if each.gpus}
+        if not info.gpus or (config.backend != "gloo" and len(gpus) < len(local)):
+            found = f"{plural(len(local), 'process', 'es')}, {plural(len(info.gpus), 'GPU')}"
             raise SetupError(
                 f"{info.host}: {found}: start one process per GPU, with local ranks from 0; or use --device cpu; or "
                 "share GPUs with --backend gloo"
             )
     nccl = config.backend == "nccl" or (config.backend == "auto" and dist.is_nccl_available())
-    return torch.device("cuda", (infos[rank].local_rank or 0) % infos[rank].gpus), "nccl" if nccl else "gloo"
+    return torch.device("cuda", (infos[rank].local_rank or 0) % len(infos[rank].gpus)), "nccl" if nccl else "gloo"
+
+
+def _other_accelerator() -> str | None:
+    """A device that torch could use here, and this project does not: Apple's mps, or Intel's xpu."""
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    found = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    return None if found is None or found.type == "cuda" else found.type
 
 
 def _choose_interface(infos: list[RankInfo], own: RankInfo) -> str | None:

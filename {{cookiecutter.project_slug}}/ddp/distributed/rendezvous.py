@@ -87,18 +87,43 @@ def report_early_failure(error: BaseException, env: RankEnv) -> BaseException:
 
 @dataclass
 class RankInfo:
-    """What a rank tells the others. `machine` is unique per machine; `address` is its own on the route to rank 0."""
+    """What a rank tells the others.
+
+    `machine` is unique per machine. `gpus` identifies each GPU that the rank sees, by index, among those of its
+    machine. `address` is the rank's own on the route to rank 0.
+    """
 
     host: str
     machine: str
     local_rank: int | None
-    gpus: int
-    visible_gpus: str | None
+    gpus: list[str]
     address: str | None
 
 
-def exchange_rank_info(store: dist.Store, env: RankEnv, monitor: FailureMonitor) -> list[RankInfo]:
-    """The RankInfo of every process, by rank. Call on every rank.
+def identify_gpus() -> list[str]:
+    """What identifies each GPU that this process sees: its UUID, or its index if GPUs have none.
+
+    Indices are not enough: under srun, each process may see a different GPU as "0". This initializes CUDA, but it
+    creates no context, so it uses no memory of a GPU.
+    """
+    if torch.cuda.device_count() == 0:
+        return []
+    uuids: list[str] = []
+    with suppress(Exception):  # a GPU that does not work fails again where it is used
+        torch.cuda.init()  # before, device_count() does not consider MIG
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()
+    # Some AMD drivers report none (two letters, then zeros), or the same one for all partitions of a GPU.
+    if len(set(uuids)) < count or any(uuid.endswith("0" * 12) for uuid in uuids):
+        visible = sorted(f"{name}={value}" for name, value in os.environ.items() if "VISIBLE_DEVICES" in name)
+        return [f"{index} of {' '.join(visible)}" for index in range(count)]
+    return uuids
+
+
+def exchange_rank_info(
+    store: dist.Store, env: RankEnv, monitor: FailureMonitor, use_gpus: bool = True
+) -> list[RankInfo]:
+    """The RankInfo of every process, by rank; without `use_gpus`, it lists none. Call on every rank.
 
     Raises SetupError if some do not join in time, or if two processes have the same rank.
     """
@@ -116,8 +141,7 @@ def exchange_rank_info(store: dist.Store, env: RankEnv, monitor: FailureMonitor)
     with suppress(OSError):  # only on Linux; containers and network namespaces count as machines of their own
         machine += f" {os.readlink('/proc/self/ns/net')} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
     address = None if env.store_in in ("memory", "file") else own_address(*env.endpoint)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    info = RankInfo(host, machine, env.local_rank, torch.cuda.device_count(), visible, address)
+    info = RankInfo(host, machine, env.local_rank, identify_gpus() if use_gpus else [], address)
     store.set(f"rank_info/{env.rank}", json.dumps(asdict(info)))
     if env.rank == 0:
         keys = [f"rank_info/{rank}" for rank in range(env.world_size)]

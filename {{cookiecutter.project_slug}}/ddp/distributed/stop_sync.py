@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.core.stop_signal import stop_signal
+from ddp.distributed.streams import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
 MAX_STEPS_BETWEEN_SYNCS = 64  # in case steps suddenly take much longer
@@ -31,27 +32,36 @@ class StopRequested(Exception):
 class StopSync:
     """Shares requests to stop. A request on any rank becomes the decision of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: CpuStreams | None = None) -> None:
+        self.streams = streams or CpuStreams(torch.device("cpu"))
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
+        self.decided = False  # to stop: what follows, such as a save, may take long
+        self.step_s = 0.0  # of the slowest rank
         self.restart()
 
     def restart(self) -> None:
         """Another loop begins: sync after its first step, since nothing is known about their duration."""
         self.steps_left = self.interval = 1
         self.since = time.perf_counter()
+        self.mark = self.streams.mark()
 
     def maybe_sync(self) -> StopDecision | None:
         """The decision of all ranks, or None to continue. Call on every rank, after the same step."""
         self.steps_left -= 1
+        before, self.mark = self.mark, self.streams.mark()
         if self.steps_left > 0:
             return None
+        before.wait()  # a GPU may be many steps behind; now it has done all but the last one
         step_s = (time.perf_counter() - self.since) / self.interval
         # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
         # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
         ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s]
         everyone = torch.tensor(ours, dtype=torch.double)
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
-        reason, failed, step_s = everyone.tolist()
-        self.steps_left = self.interval = int(min(MAX_STEPS_BETWEEN_SYNCS, max(1.0, SYNC_INTERVAL_S / step_s)))
+        reason, failed, self.step_s = everyone.tolist()
+        # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
+        longest = min(MAX_STEPS_BETWEEN_SYNCS, 2 * self.interval)
+        self.steps_left = self.interval = int(min(longest, max(1.0, SYNC_INTERVAL_S / self.step_s)))
         self.since = time.perf_counter()
-        return StopDecision(int(reason) or None, bool(failed)) if reason or failed else None
+        self.decided = bool(reason or failed)
+        return StopDecision(int(reason) or None, bool(failed)) if self.decided else None

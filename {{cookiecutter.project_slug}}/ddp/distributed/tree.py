@@ -1,12 +1,10 @@
-"""Trees of tensors, such as batches and state_dicts: apply a function to each tensor, send them to every rank."""
+"""Trees of tensors, such as batches and state_dicts: apply a function to each tensor."""
 
 from collections.abc import Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
 import torch
-
-from ddp.distributed.process_group import DistContext
 
 
 def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
@@ -26,17 +24,3 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
         return container(map_tensors(part, function, kind) for part in tree)
     return tree
-
-
-def broadcast_tree(tree: Any, ctx: DistContext) -> Any:
-    """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank."""
-    tensors: list[torch.Tensor] = []
-    map_tensors(tree if ctx.rank == 0 else None, tensors.append)
-    skeleton = ctx.on_main(lambda: map_tensors(tree, lambda tensor: tensor.to("meta")))  # shapes without data
-    source = iter(tensors)  # empty on the other ranks
-
-    def receive(place: torch.Tensor) -> torch.Tensor:  # one by one: no rank needs memory for two copies
-        tensor = next(source, None)
-        return ctx.broadcast(torch.empty(place.shape, dtype=place.dtype) if tensor is None else tensor.contiguous())
-
-    return map_tensors(skeleton, receive)

@@ -1,21 +1,26 @@
 """What a node tells node 0 about itself, and the table of all nodes that `launch_node.sh --check` prints."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ddp.core.errors import print_line
 from ddp.core.network import interface_of
 from ddp.core.options import flag_of
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
@@ -25,6 +30,11 @@ from ddp.launcher.options import LaunchOptions
 MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
 LOW_DISK_GB = 5.0
 NVIDIA_SMI_TIMEOUT_S = 60.0
+TORCH_TIMEOUT_S = 120.0  # for a process that imports it, perhaps from a slow network disk
+# Prints the names of the GPUs that the process sees. No module is imported from the working directory.
+ASK_TORCH = """import sys; sys.path.remove(""); import json; from torch import cuda
+print(json.dumps([cuda.get_device_name(index) for index in range(cuda.device_count())]))"""
+DEVICE_FILES = Path("/dev")
 BASIC_OPTIONS = ("check", "nnodes", "nproc_per_node")  # where these differ, not even --check makes sense
 NUMBERS = ("disk", "clock", "offset")  # facts; all others are text. Another version's node may lack some
 COLUMNS = ("node", "host", "address", "Python", "torch", "NCCL", "GPUs", "disk", "dataset", "clock", "code")
@@ -106,19 +116,70 @@ def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
 
 
 def gpu_names() -> list[str]:
-    """The names of this machine's GPUs, from the driver."""
-    command = ["nvidia-smi", "--list-gpus"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)
+    """The names of this machine's GPUs, also of those that CUDA_VISIBLE_DEVICES hides."""
+    names = _ask_nvidia_smi()
+    if names is not None:
+        return names
+    return _ask_torch({name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name})
 
 
 def visible_gpus() -> int:
     """How many GPUs a process here can use."""
+    names = _ask_nvidia_smi()
+    if names is None:
+        return len(_ask_torch(os.environ))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(gpu_names()) if visible is None else sum(bool(device) for device in visible.split(","))
+    return len(names) if visible is None else count_visible(visible, len(names))
+
+
+def count_visible(visible: str, gpus: int) -> int:
+    """How many of `gpus` GPUs CUDA uses with this CUDA_VISIBLE_DEVICES: those before the first invalid entry.
+
+    The first entry decides whether the entries are indices or UUIDs. A repeated one makes the whole list void.
+    """
+    prefix = visible[:4] if visible.startswith(("GPU-", "MIG-")) else ""
+    devices: list[str | int] = []
+    for entry in visible.split(","):
+        found = re.match(prefix or r"\s*\+?\d+", entry)  # CUDA reads "1x" as 1
+        if found is None:
+            break
+        device = entry if prefix else int(found[0])
+        if device in devices:
+            return 0
+        devices.append(device)
+    return len(list(takewhile(lambda device: isinstance(device, str) or device < gpus, devices)))
+
+
+def _ask_nvidia_smi() -> list[str] | None:
+    """None if it is missing or fails."""
+    command = ["nvidia-smi", "--list-gpus"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE)
+    return names if names or done.returncode == 0 else None
+
+
+def _ask_torch(environ: Mapping[str, str]) -> list[str]:
+    """The names of the GPUs that torch sees with these variables: for AMD's, and where nvidia-smi is missing."""
+    if not _torch_may_find_gpus():
+        return []
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        return [str(name) for name in json.loads(done.stdout.splitlines()[-1])]
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        print_line("warning: neither nvidia-smi nor torch lists the GPUs of this machine: set --nproc-per-node")
+        return []
+
+
+def _torch_may_find_gpus() -> bool:
+    """Whether a driver is loaded that this torch is built for. If not, the seconds that its import takes are saved."""
+    spec = importlib.util.find_spec("torch")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    nvidia, amd = any(DEVICE_FILES.glob("nvidia[0-9]*")), (DEVICE_FILES / "kfd").exists()
+    return bool((nvidia and built.get("cuda")) or (amd and built.get("hip")))
 
 
 def _version_of(package: str) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.state import UnsavedState
-from ddp.core.errors import Diverged, ExitCode, PeerLost, Stopped, UsageError, exit_code_of, one_line
+from ddp.core.errors import Diverged, ExitCode, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import storage_errors
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
@@ -287,10 +287,7 @@ class Run:
         if isinstance(error, Diverged):
             last = next(iter(self.checkpoints.directory.paths()), "none")
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
-        if isinstance(error, PeerLost) and not error.on_every_rank:
-            process_exit.saved_step = saved = self.ctx.monitor.saved_step()
-            resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
-            error.args = (f"{error}; {resumable}: start all ranks again with the same command",)
+        self.ctx.monitor.add_saved_step(error)
         if self.logger:
             with suppress(Exception):  # a full disk, for example, must not hide the first error
                 self._write_status("failed", exit_code_of(error), one_line(error))

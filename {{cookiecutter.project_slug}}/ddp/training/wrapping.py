@@ -31,8 +31,13 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
         raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
-    if config.compile and not gpu and not shutil.which(os.environ.get("CXX", "g++")):
-        raise SetupError("--compile needs a C++ compiler on the CPU: install g++, or remove --compile")
+    if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
+        language, variable, names = ("C", "CC", ["gcc", "clang"]) if gpu else ("C++", "CXX", ["g++"])
+        missing = [os.environ[variable]] if variable in os.environ else names
+        if not any(map(shutil.which, missing)):
+            found = f"found no {' and no '.join(missing)}"
+            remedy = f"install {names[0]}, set {variable}, or remove --compile"
+            raise SetupError(f"--compile needs a {language} compiler, but {found}: {remedy}")
 
 
 def model_name(model: torch.nn.Module, config: RunConfig) -> str:
@@ -41,11 +46,16 @@ def model_name(model: torch.nn.Module, config: RunConfig) -> str:
     return type(model).__name__ if given in (None, default) else given
 
 
-def make_deterministic() -> None:
-    """Only deterministic algorithms; an operation that has none raises. See torch.use_deterministic_algorithms."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+def choose_algorithms(config: RunConfig) -> None:
+    """Set how torch computes: --deterministic, or the fastest algorithms; --matmul-precision.
+
+    With --deterministic, an operation that has no deterministic algorithm raises.
+    """
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    torch.backends.cudnn.benchmark = not config.deterministic  # try all algorithms for each new shape, keep the fastest
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> DistributedDataParallel:
@@ -66,6 +76,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
     )
+    ddp_model.broadcast_buffers = not _only_batch_norm_has_buffers(model)
     _report_unused_weights(ddp_model)
     _refuse_unfrozen_weights(ddp_model)
     if config.comm_hook == "powersgd":
@@ -77,6 +88,12 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
     return ddp_model
 
 
+def _only_batch_norm_has_buffers(model: torch.nn.Module) -> bool:
+    """Then no rank needs those of rank 0 while it trains: only evaluations and checkpoints read running statistics."""
+    others = (part for part in model.modules() if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm))
+    return not any(True for part in others for _ in part.buffers(recurse=False))
+
+
 def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
     """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
     weights = {name: weight for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
@@ -85,14 +102,11 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
         weight.register_post_accumulate_grad_hook(lambda _, name=name: unused.pop(name, None))
         for name, weight in weights.items()
     ]
-    unchecked, checked = {id(weight) for weight in weights.values()}, set[int]()
+    unchecked = {id(weight) for weight in weights.values()}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if id(optimizer) in checked:  # another one may update the rest, later
-            return
         if len(unused) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
             return
-        checked.add(id(optimizer))
         updated = unchecked.intersection(id(weight) for group in optimizer.param_groups for weight in group["params"])
         missing = [name for name, weight in unused.items() if id(weight) in updated]
         if missing and not (ddp_model.find_unused_parameters or ddp_model.static_graph):
