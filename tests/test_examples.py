@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,10 +26,12 @@ from outputs import lines, weights_and_momentum
 from PIL import Image
 
 from ddp.core.errors import UsageError
+from ddp.data.images import ImageTransforms
+from ddp.training.schedule import Schedule
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = ["gan", "language_model", "linear_regression", "voc_segmentation"]
+NAMES = ["cifar10_speed", "gan", "language_model", "linear_regression", "voc_segmentation"]
 
 
 def readme(name: str) -> str:
@@ -195,6 +198,22 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
     assert output.startswith("DCGAN, 32 x 32, fp32, batch 8\n"), output
 
 
+def test_cifar10_speed_trains_in_bf16_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """With the command of its README."""
+    project = render("cifar10_speed", tmp_path)
+    own_tests_pass(project, "-k", "not killed")  # tested below, with this precision
+    options = options_of(readme("cifar10_speed"))
+    output_dir = a_killed_run_resumes_bit_for_bit(project, tmp_path, *options, "--epochs", 2)
+    last = lines(output_dir, "test")[-1]
+    assert last["accuracy"] > 0.9, last
+    an_evaluation_by_one_process_is_the_same(project, output_dir, *options, "--epochs", 2)
+    train(project, "--output-dir", output_dir, "--evaluate", *options, "--epochs", 2, "--test-views", 1)
+    assert "--test-views 3: must be 1, 2 or 6" in train(project, "--test-views", 3, code=2)
+    command = ("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 2, "--batch-size", 16)
+    output = run(project, *command, "--seconds", 0.02, "--repeats", 1)
+    assert output.startswith("Airbench, 32 x 32, fp32, batch 16\n"), output
+
+
 @pytest.mark.parametrize("name", ["real", "fake", "fooled"])
 def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(name: str, tmp_path: Path) -> None:
     """Of the discriminator, for real or generated images; and of the generator."""
@@ -316,8 +335,8 @@ def test_an_example_is_three_files_and_a_readme(name: str) -> None:
 FOREIGN_OPTIONS = [
     *((name, "--dataset", "imagefolder") for name in NAMES),
     *((name, "--cache", "cache") for name in NAMES),
-    *((name, "--model", "resnet18") for name in ("gan", "language_model", "linear_regression")),
-    *((name, "--image-size", "64") for name in ("gan", "language_model", "linear_regression")),
+    *((name, "--model", "resnet18") for name in NAMES if name != "voc_segmentation"),
+    *((name, "--image-size", "64") for name in NAMES if name != "voc_segmentation"),
     ("gan", "--momentum", "0.9"),
     ("language_model", "--momentum", "0.9"),
     ("linear_regression", "--beta1", "0.9"),
@@ -361,6 +380,8 @@ def test_every_command_of_a_readme_has_valid_options(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
+        ("cifar10_speed", [], {"dataset": "cifar10", "width": 64, "batch_size": 1024}),
+        ("cifar10_speed", ["--dataset", "synthetic"], {"width": 16}),
         ("gan", [], {"dataset": "cifar10", "width": 64}),
         ("gan", ["--dataset", "synthetic"], {"width": 16}),
         ("linear_regression", [], {"dataset": "synthetic"}),
@@ -440,3 +461,149 @@ def test_a_character_is_predicted_from_those_before_it() -> None:
     changed = torch.where(torch.arange(16) >= 9, 7, text)
     same = (model(text) == model(changed)).all(2)[0]
     assert same.tolist() == [True] * 9 + [False] * 7
+
+
+# ---- cifar10_speed: each of its parts -------------------------------------------------------------------------------
+
+
+def airbench(width: int = 8, views: int = 1) -> Any:
+    """The network of cifar10_speed with a whitening layer for random images."""
+    model = module("cifar10_speed", "model")
+    torch.manual_seed(0)
+    return model.Airbench(model.whitening_filters(torch.randn(4, 3, 32, 32)), 10, width, views)
+
+
+def alternating(images: torch.Tensor, seed: int = 7) -> Any:
+    """The training set of cifar10_speed, of these images."""
+    transforms = ImageTransforms(mean=(0.5,) * 3, std=(0.5,) * 3, image_size=32, seed=seed)
+    return module("cifar10_speed", "data").AlternatingFlips(images, torch.arange(len(images)), "0123456789", transforms)
+
+
+def shown(dataset: Any, samples: list[int], epoch: int) -> torch.Tensor:
+    """The images that the training sees in an epoch."""
+    return dataset.augment(dataset.__getitems__(samples), epoch)[2]
+
+
+def test_the_first_layer_whitens_patches() -> None:
+    """Of smooth images, in which neighbouring pixels and colours are correlated, with a mean that is not 0."""
+    model = module("cifar10_speed", "model")
+    torch.manual_seed(0)
+    images = torch.nn.functional.interpolate(torch.randn(300, 3, 12, 12), size=(32, 32), mode="bilinear")
+    images = images + 0.5 * images.mean(1, keepdim=True) + 0.3 + 0.2 * torch.randn_like(images)
+    filters = model.whitening_filters(images)
+    assert filters.shape == (24, 3, 2, 2) and torch.equal(filters[:12], -filters[12:])
+
+    def distance_from_white(outputs: torch.Tensor) -> float:
+        covariance = torch.einsum("bnhw,bmhw->nm", outputs, outputs) / outputs[:, 0].numel()
+        return (covariance - torch.eye(12)).abs().max().item()
+
+    assert distance_from_white(torch.nn.functional.conv2d(images, filters[:12])) < 0.02
+    assert distance_from_white(torch.nn.functional.unfold(images, 2).unflatten(2, (31, 31))) > 0.5
+
+
+def test_the_first_layer_is_made_from_the_training_images_and_frozen() -> None:
+    """The scales of BatchNorm are frozen as well. A block begins with a copy of its inputs."""
+    model, dataset = module("cifar10_speed", "model"), alternating(torch.randint(256, (20, 3, 32, 32)).byte())
+    network = model.build_model(SimpleNamespace(width=32, test_views=1, channels_last=True), dataset)
+    images, _ = dataset.prepare(dataset.__getitems__(list(range(20))))
+    assert torch.equal(network[0].weight, model.whitening_filters(images)) and not network[0].bias.any()
+    norms = [f"{number}.weight" for number, layer in enumerate(network) if isinstance(layer, torch.nn.BatchNorm2d)]
+    frozen = {name for name, weight in network.named_parameters() if not weight.requires_grad}
+    assert frozen == {"0.weight", *norms} and len(norms) == 6
+    x = torch.randn(2, 24, 8, 8)
+    assert network[2](x).shape == (2, 32, 8, 8)
+    assert torch.allclose(network[2](x)[:, :24], x, atol=1e-6)
+
+
+@pytest.mark.parametrize(("momentum", "lr"), [(0.5, 0.1), (0.9, 0.1), (0.9, 0.4)])
+def test_learning_rate_momentum_and_weight_decay_are_independent(momentum: float, lr: float) -> None:
+    """With a gradient of 1 a step is the learning rate, for any momentum. Without one, a weight loses the same part."""
+    model, network = module("cifar10_speed", "model"), airbench().double()
+    trained = [weight for weight in network.parameters() if weight.requires_grad]
+    biases = {id(layer.bias) for layer in network if isinstance(layer, torch.nn.BatchNorm2d)}
+
+    def last_step(gradient: float, weight_decay: float) -> tuple[list[float], list[float]]:
+        """The part that a step takes from each weight, and from each bias of BatchNorm."""
+        options = SimpleNamespace(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        optimizer = model.build_optimizer(network, options)
+        for weight in trained:
+            weight.data.fill_(1e3 if gradient else 1.0)
+            weight.grad = torch.full_like(weight, gradient)
+        for _ in range(100):
+            before = [weight.detach().clone() for weight in trained]
+            optimizer.step()
+        steps = [((b - w) / (1 if gradient else b)).mean().item() for b, w in zip(before, trained, strict=True)]
+        others = [step for step, weight in zip(steps, trained, strict=True) if id(weight) not in biases]
+        return others, [step for step, weight in zip(steps, trained, strict=True) if id(weight) in biases]
+
+    others, of_biases = last_step(gradient=1.0, weight_decay=0)
+    assert others == pytest.approx([lr] * 8, rel=1e-3) and of_biases == pytest.approx([64 * lr] * 6, rel=1e-3)
+    for part in last_step(gradient=0.0, weight_decay=1e-4):
+        assert part == pytest.approx([1e-4] * len(part), rel=1e-2)
+
+
+def test_the_rates_are_those_of_airbench94() -> None:
+    """For the same global batch of 1024."""
+    config = module("cifar10_speed", "config").Config.parse([])
+    optimizer = module("cifar10_speed", "model").build_optimizer(airbench(), config)
+    Schedule(optimizer, config, global_batch=1024).set(config.warmup_epochs)
+    rate = 11.5 / (1 + 1 / (1 - 0.85))
+    others, biases = optimizer.param_groups
+    assert others["nesterov"] and biases["nesterov"]
+    assert others["lr"] == pytest.approx(rate) and biases["lr"] == pytest.approx(64 * rate)
+    for group in (others, biases):
+        assert group["lr"] * group["weight_decay"] == pytest.approx(0.0153 / 11.5 * rate, rel=1e-3)
+
+
+def test_flips_alternate_between_epochs_and_depend_on_seed_and_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = torch.arange(32).byte().expand(200, 3, 32, 32).contiguous()
+    dataset, everything = alternating(columns), list(range(200))
+
+    def flips(epoch: int, samples: list[int] = everything, of: Any = dataset) -> list[bool]:
+        images = shown(of, samples, epoch)
+        return (images[:, 0, 0, 0] > images[:, 0, 0, -1]).tolist()
+
+    first = flips(0)
+    assert 60 < sum(first) < 140
+    assert flips(1) == flips(3) == [not flip for flip in first] and flips(2) == flips(4) == first
+    assert flips(0, [5, 199, 3]) == [first[5], first[199], first[3]]
+    assert flips(0, of=alternating(columns)) == first != flips(0, of=alternating(columns, seed=8))
+    inputs, _ = dataset.prepare(dataset.__getitems__(everything))
+    assert (inputs[:, 0, 0, 0] < inputs[:, 0, 0, -1]).all(), "an evaluation flips nothing"
+    expected = [shown(dataset, everything, epoch) for epoch in (0, 1)]
+    monkeypatch.setattr("ddp.data.images.MAX_COPIED_BYTES", 0)
+    for epoch, images in enumerate(expected):
+        assert torch.equal(shown(alternating(columns), everything, epoch), images), "without copies of all images"
+
+
+def test_images_are_shifted_by_up_to_two_pixels_and_their_borders_mirrored() -> None:
+    images = torch.randint(256, (300, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
+    padded = numpy.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), mode="reflect")
+    found: set[tuple[int, int, int]] = set()
+    for number, image in enumerate(shown(alternating(images), list(range(300)), epoch=0).numpy()):
+        found |= {
+            (down, right, flip)
+            for down, right, flip in itertools.product(range(5), range(5), (1, -1))
+            if (padded[number, :, down : down + 32, right : right + 32][..., ::flip] == image).all()
+        }
+        assert len(found) <= number + 1, "each image matches at most one"
+    assert len(found) == 50, "every shift, and every shift flipped"
+
+
+def test_a_test_image_is_shown_in_one_two_or_six_views() -> None:
+    """The views of airbench94: half of the weight is on the image itself, and a quarter on each shifted one; each of
+    them is split between the image and its flip."""
+    images = torch.randn(5, 3, 32, 32)
+    padded = torch.from_numpy(numpy.pad(images.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect"))
+    shifted = (images, images, padded[..., :32, :32], padded[..., 2:, 2:])
+    networks = {views: airbench(views=views).eval() for views in (1, 2, 6)}
+    with torch.no_grad():
+        one, two, six = (network(images) for network in networks.values())
+        plain = networks[1]
+        assert torch.equal(one, plain.logits(images))
+        assert torch.allclose(two, (one + plain(images.flip(3))) / 2, atol=1e-6)
+        every = [(plain(view) + plain(view.flip(3))) / 2 for view in shifted]
+        assert torch.allclose(six, torch.stack(every).mean(0), atol=1e-6)
+        assert not torch.allclose(six, two, atol=1e-4) and not torch.allclose(two, one, atol=1e-4)
+    for network in networks.values():
+        assert torch.equal(network.train()(images), networks[1].train()(images)), "training uses the image alone"

@@ -454,7 +454,7 @@ def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatc
     for device, times in (("auto", 1), ("cpu", 0)):
         ranks = Ranks(2, partial(target, device))
         assert ranks.wait() == [0, 0]
-        line = "warning: this project does not use the mps device of this machine: it trains on the CPU"
+        line = "warning: the mps device of this machine is not used, because DDP needs"
         assert ranks.output().count(line) == times
 
 

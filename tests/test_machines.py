@@ -188,6 +188,43 @@ def test_a_run_resumes_once_the_link_is_up_again_and_once_machine_0_is_back(
     assert trained(tmp_path / "out") == uninterrupted
 
 
+BLOCKED = """
+import ctypes, os, time
+_loss, _calls = compute_loss, []
+def compute_loss(outputs, targets, config):
+    _calls.append(1)
+    if len(_calls) == 30:
+        if os.environ["RANK"] == "1":
+            time.sleep(2)
+            open(os.path.join(os.path.dirname(__file__), "killed"), "w").close()
+            os.kill(os.getpid(), 9)
+        mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)  # never returns, whatever signal arrives
+    return _loss(outputs, targets, config)
+"""
+
+
+@fault(38)
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_the_other_machine_waits_for_its_gpu_ends_both(
+    project: Path, tmp_path: Path
+) -> None:
+    """Over NCCL nothing breaks on the other machine. Here a C call that never returns takes the place of the GPU."""
+    copy = copy_template(tmp_path / "project")
+    (copy / "model.py").write_text(f"{(copy / 'model.py').read_text()}\n\n{BLOCKED}")
+    with machines(2) as two:
+        options = ["--output-dir", tmp_path / "out"]
+        nodes = [start(machine, rank, copy, *options, MAX_RESTARTS="0") for rank, machine in enumerate(two)]
+        codes = [node.wait(90) for node in nodes]
+        output = "\n".join(node.output() for node in nodes)
+        assert codes == [8, 8], output
+        assert time.time() - (copy / "killed").stat().st_mtime < 15, output
+        assert [machine.running() for machine in two] == [[], []]
+    assert "rank 0 is exiting because rank 1 was lost; resumable from step 20" in output
+    assert json.loads((tmp_path / "out/status.json").read_text())["exit_code"] == 8
+
+
 # ---- without launch_node.sh -----------------------------------------------------------------------------------------
 
 

@@ -400,6 +400,7 @@ def test_speed(answer: Answer, tmp_path: Path) -> None:
     """How fast is it, compared with the limit and with the naive script?"""
     words = [REPOSITORY / "benchmarks/training.py", "--repetitions", "1", "--steps", "0.3", "--output", tmp_path]
     words += ["--contestants", "naive", "this project", "limit"]
+    words += ["--cases", "toy-b128", "resnet18", "resnet18bf16-channels-last"]
     done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(

@@ -76,7 +76,7 @@ class CheckpointManager:
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(Path(config.output_dir), config.keep_checkpoints)
         self.writer = BackgroundWriter()
-        self.last_step: int | None = None  # of the checkpoint that was loaded, or begun, last
+        self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": checkpoint_file.FORMAT,
             "sources": hash_source_files(),  # that this run has loaded; the files may be edited meanwhile

@@ -3,11 +3,14 @@
 Any exception with an `exit_code` is printed without a traceback, so `model.py` can raise one without this import.
 """
 
+import json
 import re
 import signal
 import sys
 from contextlib import suppress
 from enum import IntEnum
+
+FAILURE_KEY = "failure"
 
 
 class ExitCode(IntEnum):
@@ -84,6 +87,11 @@ class QuitImmediately(UserError):
     def __init__(self, number: int) -> None:
         super().__init__(f"quit immediately on a second signal ({signal.Signals(number).name})")
         self.exit_code = 128 + number
+
+
+def failure_record(rank: int, code: int, message: str, hang: bool = False) -> str:
+    """What the store holds as FAILURE_KEY, for all ranks: which rank failed first, and why."""
+    return json.dumps({"rank": rank, "code": code, "hang": hang, "message": message})
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -2,8 +2,8 @@
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
 A main thread that waits for a GPU notices nothing, so the monitor's thread asks as well: see `_find_lost_rank`.
-Keys of the store: `failure` the cause; `roll_call` counts questions who is alive, and `present/N/R` is the answer of
-rank R to question N; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank R
+Keys of the store: `failure` the cause; `ping` counts questions who is alive, and `pong/N/R` is the answer of rank R
+to question N; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank R
 has read the cause; `saved` the step of the last checkpoint on disk.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp.core.errors import ExitCode, PeerFailed, PeerLost, exit_code_of, one_line
+from ddp.core.errors import FAILURE_KEY, ExitCode, PeerFailed, PeerLost, exit_code_of, failure_record, one_line
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
 from ddp.core.stop_signal import stop_signal
@@ -52,7 +52,7 @@ class FailureMonitor:
         self.seen_failure: dict[str, Any] | None = None  # what the thread has found
         self.reachable = True  # the store; False once its host is gone
         self.stop_sync: StopSync | None = None  # once the ranks are connected
-        self.roll_calls = 0  # that this rank has answered
+        self.pings = 0  # that this rank has answered
         self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
 
     def start(self) -> None:
@@ -87,8 +87,8 @@ class FailureMonitor:
 
     def check(self) -> None:
         """Raise PeerFailed if another rank has failed."""
-        if self.others and self.store.check(["failure"]):
-            raise self._peer_failed(json.loads(self.store.get("failure")))
+        if self.others and self.store.check([FAILURE_KEY]):
+            raise self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
 
     def resolve_root_cause(self, error: BaseException) -> BaseException:
         """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
@@ -133,15 +133,15 @@ class FailureMonitor:
         """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
         self.store.set(f"comm_error/{self.rank}", "")
         asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
-        number = self.store.add("roll_call", 1) if asks else 0
+        number = self.store.add("ping", 1) if asks else 0
         end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
         silent = busy = self.others
         while time.monotonic() < end:
-            if self.store.check(["failure"]):
-                return self._peer_failed(json.loads(self.store.get("failure")))
+            if self.store.check([FAILURE_KEY]):
+                return self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
             if asks:
                 busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
-                absent = [rank for rank in busy if not self.store.check([f"present/{number}/{rank}"])]
+                absent = [rank for rank in busy if not self.store.check([f"pong/{number}/{rank}"])]
                 silent = [rank for rank in silent if rank in absent]
             if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
                 break
@@ -165,11 +165,10 @@ class FailureMonitor:
         """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
         text = one_line(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {one_line(error)}"
         text = text if isinstance(error, PeerLost) else f"rank {self.rank} failed: {text}"
-        ours: dict[str, Any] = {"rank": self.rank, "code": exit_code_of(error) or int(ExitCode.PEER_LOST)}
-        ours |= {"hang": getattr(error, "hang", False), "message": text}
-        stored = self._call_store(lambda: self.store.compare_set("failure", "", json.dumps(ours)))
-        first = json.loads(stored) if stored else ours
-        same = getattr(error, "on_every_rank", False) and first["code"] == ours["code"]
+        code = exit_code_of(error) or int(ExitCode.PEER_LOST)
+        ours = failure_record(self.rank, code, text, getattr(error, "hang", False))
+        first = json.loads(self._call_store(lambda: self.store.compare_set(FAILURE_KEY, "", ours)) or ours)
+        same = getattr(error, "on_every_rank", False) and first["code"] == code
         return error if same or first["rank"] == self.rank else self._peer_failed(first)
 
     def _peer_failed(self, failure: dict[str, Any]) -> PeerFailed:
@@ -190,7 +189,7 @@ class FailureMonitor:
             if self.closed.wait(POLL_INTERVAL_S):
                 return
             try:
-                self._answer_roll_call()
+                self._answer_pings()
                 lost = self._find_lost_rank()
             except RuntimeError:
                 self.reachable = False
@@ -208,14 +207,14 @@ class FailureMonitor:
         self.wait_for_acks()
         process_exit.hard_exit(cause)
 
-    def _answer_roll_call(self) -> None:
+    def _answer_pings(self) -> None:
         """Tell who asks that this rank is alive; notice a failure that another rank has written."""
-        if self.store.check(["roll_call"]) and (called := self.store.add("roll_call", 0)) > self.roll_calls:
-            for number in range(self.roll_calls + 1, called + 1):
-                self.store.set(f"present/{number}/{self.rank}", "")
-            self.roll_calls = called
-        if self.store.check(["failure"]):
-            self.seen_failure = json.loads(self.store.get("failure"))
+        if self.store.check(["ping"]) and (called := self.store.add("ping", 0)) > self.pings:
+            for number in range(self.pings + 1, called + 1):
+                self.store.set(f"pong/{number}/{self.rank}", "")
+            self.pings = called
+        if self.store.check([FAILURE_KEY]):
+            self.seen_failure = json.loads(self.store.get(FAILURE_KEY))
             self.store.set(f"ack/{self.rank}", "")
 
     def _find_lost_rank(self) -> PeerLost | None:
@@ -251,12 +250,12 @@ class FailureMonitor:
         return True
 
     def _silent_ranks(self) -> list[int]:
-        """The ranks that do not answer a roll call in time."""
-        number = self.store.add("roll_call", 1)
-        keys = {rank: f"present/{number}/{rank}" for rank in self.others}
+        """The ranks that do not answer a ping in time."""
+        number = self.store.add("ping", 1)
+        keys = {rank: f"pong/{number}/{rank}" for rank in self.others}
         end = time.monotonic() + ANSWER_TIMEOUT_S
         while not self.store.check([*keys.values()]):
-            self._answer_roll_call()  # another rank may ask at the same time
+            self._answer_pings()  # another rank may ask at the same time
             if self.seen_failure or self.closed.wait(POLL_INTERVAL_S / 2):
                 return []
             if time.monotonic() > end:

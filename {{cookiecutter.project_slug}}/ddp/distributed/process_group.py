@@ -165,7 +165,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device, backend = _choose_device(config, infos, env.rank)
         if config.device == "auto" and device.type == "cpu" and env.rank == 0 and (unused := _other_accelerator()):
-            log.warning(f"warning: this project does not use the {unused} device of this machine: it trains on the CPU")
+            why = "DDP needs gloo on CPUs or NCCL on CUDA devices"
+            log.warning(f"warning: the {unused} device of this machine is not used, because {why}: training on the CPU")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams)

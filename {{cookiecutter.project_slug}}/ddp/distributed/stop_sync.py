@@ -51,7 +51,7 @@ class StopSync:
         before, self.mark = self.mark, self.streams.mark()
         if self.steps_left > 0:
             return None
-        before.wait()  # a GPU may be many steps behind; now it has done all but the last one
+        before.wait()  # a GPU may have many steps to do; after this, only the last one
         step_s = (time.perf_counter() - self.since) / self.interval
         # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
         # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.

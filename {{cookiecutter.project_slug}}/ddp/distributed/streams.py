@@ -1,4 +1,4 @@
-"""What a GPU does beside the program: events, and copies on a stream of their own. A CPU does everything at once."""
+"""Asynchronous work on a GPU: events, and copies on a stream of their own. On a CPU, everything is done at once."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -65,7 +65,7 @@ class CudaMark(Mark):
 
 
 class CudaStreams(CpuStreams):
-    """One stream for copies, beside the one that computes. Needs pinned host memory, which a GPU can read by itself."""
+    """One stream copies, another one computes. Copies need pinned host memory, which a GPU can read by itself."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

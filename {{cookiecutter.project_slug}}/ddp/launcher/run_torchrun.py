@@ -4,12 +4,16 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from ddp.core.errors import ExitCode, one_line, print_line
+from ddp.core.errors import FAILURE_KEY, ExitCode, failure_record, one_line, print_line
 from ddp.core.rank_logs import rank_log_path
 from ddp.core.signals import die_with_parent, killed_by
+
+STORE_TIMEOUT_S = 3.0
 
 
 def main() -> NoReturn:
@@ -38,6 +42,8 @@ def run_torchrun(options: list[str]) -> int:
         run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode < 0 and arguments.nnodes != "1":
+            _tell_other_nodes(rank, arguments.master_addr, arguments.master_port)
         return _exit_code_of_worker(rank, failure.pid, failure.exitcode, Path(arguments.log_dir))
     except SignalException:
         return ExitCode.STOPPED
@@ -45,6 +51,22 @@ def run_torchrun(options: list[str]) -> int:
         print_line(f"torchrun cannot reach node 0: {one_line(error)}")
         return ExitCode.PEER_LOST
     return ExitCode.SUCCESS
+
+
+def _tell_other_nodes(rank: int, host: str, port: int) -> None:
+    """Tell the workers of the other nodes, through their store, that this one was killed: see FailureMonitor.
+
+    Over gloo a connection breaks; over NCCL they would wait for it.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    with suppress(RuntimeError):  # they notice by themselves that the store is gone
+        store = TCPStore(host, port, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
+        for workers in (store, PrefixStore("/worker/attempt_0", store)):  # torch's env:// has used either
+            saved = workers.get("saved").decode() if workers.check(["saved"]) else None
+            resumable = "nothing was saved yet" if saved is None else f"resumable from step {int(saved):,}"
+            lost = failure_record(rank, ExitCode.PEER_LOST, f"rank {rank} was lost; {resumable}")
+            workers.compare_set(FAILURE_KEY, "", lost)
 
 
 def _exit_code_of_worker(rank: int, pid: int, exit_code: int, folder: Path) -> int:
