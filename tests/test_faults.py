@@ -617,8 +617,10 @@ def block_for_good() -> None:
 
 
 @fault(38)
-@pytest.mark.parametrize("store_in", ["a file", "rank 0"])
-def test_a_rank_that_is_killed_while_another_waits_for_its_gpu(small: None, store_in: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("store_in", "world_size"), [("a file", 3), ("rank 0", 2)])
+def test_a_rank_that_is_killed_while_others_wait_for_their_gpus(
+    small: None, store_in: str, world_size: int, tmp_path: Path
+) -> None:
     """A launcher then asks the survivors to stop; or the store is gone, and with it the rank that hosts it."""
     victim = 0 if store_in == "rank 0" else 1
 
@@ -630,15 +632,16 @@ def test_a_rank_that_is_killed_while_another_waits_for_its_gpu(small: None, stor
             block_for_good() if rank != victim else time.sleep(3600)
 
     address = None if store_in == "a file" else f"tcp://127.0.0.1:{free_port()}"
-    ranks = start_faulty(2, inject, "--checkpoint-every", 4, "--output-dir", tmp_path, init_method=address)
+    ranks = start_faulty(world_size, inject, "--checkpoint-every", 4, "--output-dir", tmp_path, init_method=address)
     wait_for_text(ranks, "blocked", 60)
     time.sleep(0.5)
     os.kill(ranks.pids[victim], signal.SIGKILL)
     begin = time.monotonic()
     if store_in == "a file":
-        os.kill(ranks.pids[1 - victim], signal.SIGTERM)
+        for rank in (0, 2):
+            os.kill(ranks.pids[rank], signal.SIGTERM)
     codes = ranks.wait(40)
-    assert codes == [-9 if rank == victim else 8 for rank in range(2)], ranks.output()
+    assert codes == [-9 if rank == victim else 8 for rank in range(world_size)], ranks.output()
     assert time.monotonic() - begin < 15
     (error,) = errors(ranks.output())
     step = "the newest checkpoint, if there is one" if victim == 0 else "step 4"  # rank 0 would know

@@ -2,9 +2,9 @@
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
 A main thread that waits for a GPU notices nothing, so the monitor's thread asks as well: see `_find_lost_rank`.
-Keys of the store: `failure` the cause; `ping` counts questions who is alive, and `pong/N/R` is the answer of rank R
-to question N; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank R
-has read the cause; `saved` the step of the last checkpoint on disk.
+Keys of the store: `failure` the cause; `ping` the last question who is alive, as NUMBER:RANK, and `pong/PING/R` the
+answer of rank R to it; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank
+R has read the cause; `saved` the step of the last checkpoint on disk.
 """
 
 import json
@@ -32,6 +32,7 @@ ANSWER_TIMEOUT_S = 3.0
 MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
 STOP_PATIENCE_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
+PING_INTERVAL_S = 5.0  # one rank at a time asks who is alive
 STORE_PATIENCE_S = 10.0  # the same, for a rank that can ask no other because the store is gone
 COMM_ERROR = re.compile(
     r"gloo|Timed out waiting|pair closure|NCCL|Connection (closed|reset)|Broken pipe|[Ss]ocket [Tt]imeout"
@@ -52,7 +53,7 @@ class FailureMonitor:
         self.seen_failure: dict[str, Any] | None = None  # what the thread has found
         self.reachable = True  # the store; False once its host is gone
         self.stop_sync: StopSync | None = None  # once the ranks are connected
-        self.pings = 0  # that this rank has answered
+        self.ping, self.pinged_at = "", 0.0  # the last one that this rank has seen, and when
         self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
 
     def start(self) -> None:
@@ -133,7 +134,9 @@ class FailureMonitor:
         """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
         self.store.set(f"comm_error/{self.rank}", "")
         asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
-        number = self.store.add("ping", 1) if asks else 0
+        while asks and not self._send_ping():
+            self._answer_ping()
+        ping = self.ping
         end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
         silent = busy = self.others
         while time.monotonic() < end:
@@ -141,7 +144,7 @@ class FailureMonitor:
                 return self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
             if asks:
                 busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
-                absent = [rank for rank in busy if not self.store.check([f"pong/{number}/{rank}"])]
+                absent = [rank for rank in busy if not self.store.check([f"pong/{ping}/{rank}"])]
                 silent = [rank for rank in silent if rank in absent]
             if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
                 break
@@ -189,7 +192,7 @@ class FailureMonitor:
             if self.closed.wait(POLL_INTERVAL_S):
                 return
             try:
-                self._answer_pings()
+                self._answer_ping()
                 lost = self._find_lost_rank()
             except RuntimeError:
                 self.reachable = False
@@ -198,7 +201,7 @@ class FailureMonitor:
                 self._end(self._share_failure(lost))
         if self.seen_failure["hang"]:
             dump_stacks()
-        if not self.closed.wait(FOLLOW_TIMEOUT_S):
+        if not self.closed.wait(0 if self._stop_is_overdue(self.stop_sync) else FOLLOW_TIMEOUT_S):
             self._end(self._peer_failed(self.seen_failure))
 
     def _end(self, cause: BaseException) -> None:
@@ -207,12 +210,11 @@ class FailureMonitor:
         self.wait_for_acks()
         process_exit.hard_exit(cause)
 
-    def _answer_pings(self) -> None:
+    def _answer_ping(self) -> None:
         """Tell who asks that this rank is alive; notice a failure that another rank has written."""
-        if self.store.check(["ping"]) and (called := self.store.add("ping", 0)) > self.pings:
-            for number in range(self.pings + 1, called + 1):
-                self.store.set(f"pong/{number}/{self.rank}", "")
-            self.pings = called
+        if self.store.check(["ping"]) and (ping := self.store.get("ping").decode()) != self.ping:
+            self.ping, self.pinged_at = ping, time.monotonic()
+            self.store.set(f"pong/{ping}/{self.rank}", "")
         if self.store.check([FAILURE_KEY]):
             self.seen_failure = json.loads(self.store.get(FAILURE_KEY))
             self.store.set(f"ack/{self.rank}", "")
@@ -226,17 +228,23 @@ class FailureMonitor:
         sync = self.stop_sync
         if sync is None or sync.decided or self.seen_failure:
             return None
-        requested = stop_signal.reason is not None
-        overdue = requested and time.monotonic() - stop_signal.requested_at > max(STOP_PATIENCE_S, 3 * sync.step_s)
         stuck = self._gpu_is_stuck(sync)
-        silent = self._silent_ranks() if overdue or stuck else []
-        if silent or not stuck or self.seen_failure:
-            return self._lost(silent) if silent else None
+        silent = self._silent_ranks() if stuck or self._stop_is_overdue(sync) else None
+        if silent:
+            return self._lost(silent)
+        if silent is None or not stuck:
+            return None
         dump_stacks()
         waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
         hanging = PeerLost(f"{waited}; the stacks above show what each rank did")
         hanging.hang = True
         return hanging
+
+    def _stop_is_overdue(self, sync: StopSync | None) -> bool:
+        """Whether the ranks should have agreed on a stop that was requested here."""
+        if stop_signal.reason is None or sync is None or sync.decided:
+            return False
+        return time.monotonic() - stop_signal.requested_at > max(STOP_PATIENCE_S, 3 * sync.step_s)
 
     def _gpu_is_stuck(self, sync: StopSync) -> bool:
         """Whether the GPU has worked on one step for --timeout."""
@@ -249,15 +257,24 @@ class FailureMonitor:
             return False
         return True
 
-    def _silent_ranks(self) -> list[int]:
-        """The ranks that do not answer a ping in time."""
-        number = self.store.add("ping", 1)
-        keys = {rank: f"pong/{number}/{rank}" for rank in self.others}
+    def _send_ping(self) -> bool:
+        """Ask all ranks whether they are alive. False if another rank has asked at the same time."""
+        ping = f"{int(self.ping.partition(':')[0] or 0) + 1}:{self.rank}"
+        if self.store.compare_set("ping", self.ping, ping).decode() != ping:
+            return False
+        self.ping, self.pinged_at = ping, time.monotonic()
+        return True
+
+    def _silent_ranks(self) -> list[int] | None:
+        """The ranks that do not answer a ping in time; None if another rank asks for all."""
+        if time.monotonic() - self.pinged_at < PING_INTERVAL_S or not self._send_ping():
+            return None
+        keys = {rank: f"pong/{self.ping}/{rank}" for rank in self.others}
         end = time.monotonic() + ANSWER_TIMEOUT_S
         while not self.store.check([*keys.values()]):
-            self._answer_pings()  # another rank may ask at the same time
+            self._answer_ping()  # of a rank whose collective broke
             if self.seen_failure or self.closed.wait(POLL_INTERVAL_S / 2):
-                return []
+                return None
             if time.monotonic() > end:
                 # A rank that has finished, or that is finding out what has happened, answers no more.
                 answers = {rank: (key, f"left/{rank}", f"comm_error/{rank}") for rank, key in keys.items()}
