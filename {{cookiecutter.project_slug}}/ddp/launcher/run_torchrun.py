@@ -42,7 +42,7 @@ def run_torchrun(options: list[str]) -> int:
         run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and arguments.nnodes != "1":
+        if failure.exitcode < 0 and not arguments.standalone:
             _tell_other_nodes(rank, arguments.master_addr, arguments.master_port)
         return _exit_code_of_worker(rank, failure.pid, failure.exitcode, Path(arguments.log_dir))
     except SignalException:
@@ -60,7 +60,8 @@ def _tell_other_nodes(rank: int, host: str, port: int) -> None:
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    with suppress(RuntimeError):  # they notice by themselves that the store is gone
+    with suppress(OSError, RuntimeError):  # they notice by themselves that the store is gone
+        socket.create_connection((host, port), STORE_TIMEOUT_S).close()  # otherwise TCPStore would print pages
         store = TCPStore(host, port, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
         for workers in (store, PrefixStore("/worker/attempt_0", store)):  # torch's env:// has used either
             saved = workers.get("saved").decode() if workers.check(["saved"]) else None
