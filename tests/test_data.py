@@ -874,19 +874,23 @@ def test_batches_are_on_the_gpu_also_if_the_images_stay_in_host_memory(
     free = 1 << 40 if place == "on the GPU" else 100
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     transforms = build_transforms(options("--image-size=40", *(["--channels-last"] if channels_last else [])))
-    with FakeTensorMode():
-        dataset = ImagesInMemory(torch.zeros(9, 3, 32, 32).to(torch.uint8), torch.zeros(9), ["all"], transforms)
-        if place == "in a worker":  # which does not know the device
-            monkeypatch.setattr(ddp.data.images, "get_worker_info", object)
-        else:
-            dataset.to(torch.device("cuda"))
-        assert dataset.images.device.type == ("cuda" if place == "on the GPU" else "cpu")
-        batch = dataset.__getitems__([3, 1])
-        assert {part.device.type for part in batch} == {"cpu"}, "the loader copies them, without a synchronisation"
-        batch = [part.to("cuda") for part in batch]
-        for prepared in (dataset.prepare(batch), dataset.prepare(dataset.augment(batch, 0))):
-            assert [part.device.type for part in prepared] == ["cuda", "cuda"]
-            assert [part.shape for part in prepared] == [(2, 3, 40, 40), (2,)]
+
+    def check(ctx: DistContext) -> None:
+        with FakeTensorMode():
+            dataset = ImagesInMemory(torch.zeros(9, 3, 32, 32).to(torch.uint8), torch.zeros(9), ["all"], transforms)
+            if place == "in a worker":  # which does not know the device
+                monkeypatch.setattr(ddp.data.images, "get_worker_info", object)
+            else:
+                dataset.to(torch.device("cuda"))
+            assert dataset.images.device.type == ("cuda" if place == "on the GPU" else "cpu")
+            batch = dataset.__getitems__([3, 1])
+            assert {part.device.type for part in batch} == {"cpu"}, "the loader copies them, without a synchronisation"
+            batch = [part.to("cuda") for part in batch]
+            for prepared in (dataset.prepare(batch), dataset.prepare(dataset.augment(batch, 0))):
+                assert [part.device.type for part in prepared] == ["cuda", "cuda"]
+                assert [part.shape for part in prepared] == [(2, 3, 40, 40), (2,)]
+
+    by_rank(1, check)  # in a process of its own: torch then believes that there are GPUs
 
 
 # ---- the sampler ----------------------------------------------------------------------------------------------------

@@ -262,6 +262,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--evaluate --resume never", ["--evaluate", "--resume never"]),
     ("--evaluate=yes", ["--evaluate", "'yes'"]),
     ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16", "fp16"]),
+    ("--matmul-precision tf32", ["--matmul-precision", "'tf32'", "highest", "high", "medium"]),
     ("--compile=inductor", ["--compile", "'inductor'"]),
     ("--sync-bn --device cpu", ["--sync-bn", "--device cpu"]),
     ("--comm-hook int8", ["--comm-hook", "'int8'", "none", "fp16", "bf16", "powersgd"]),
