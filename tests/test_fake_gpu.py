@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ def run(folder: Path, *all_options: tuple[str, ...]) -> subprocess.CompletedProc
     for options in all_options:
         words += ["--", "--dataset", "synthetic", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment, timeout=120)
+    with tempfile.TemporaryDirectory() as cwd:  # language_model writes its text there
+        return subprocess.run(
+            list(map(str, words)), cwd=cwd, capture_output=True, text=True, env=environment, timeout=120
+        )
 
 
 @pytest.mark.parametrize("folder", TASKS, ids=lambda folder: "template" if folder == TEMPLATE else folder.name)
