@@ -289,10 +289,8 @@ class FailureMonitor:
             if sync is not None and sync.decided:  # all ranks agreed to stop, and may be saving
                 continue
             if time.monotonic() - lost_at > max(STORE_PATIENCE_S, 3 * (sync.step_s if sync else 0)):
-                host = {"rank 0": "rank 0", "torchrun": "torchrun"}.get(self.env.store_in, "the store of this run")
-                cause = PeerLost(f"{host} was lost")
-                self.cause = cause
-                self._end(cause)
+                host = "the store" if self.env.store_in == "file" else self.env.store_in
+                self._end(PeerLost(f"{host} was lost"))
 
 
 def _names(ranks: list[int]) -> str:
