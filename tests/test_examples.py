@@ -475,7 +475,8 @@ def airbench(width: int = 8, views: int = 1) -> Any:
 
 def alternating(images: torch.Tensor, seed: int = 7) -> Any:
     """The training set of cifar10_speed, of these images."""
-    transforms = ImageTransforms(mean=(0.5,) * 3, std=(0.5,) * 3, image_size=32, seed=seed)
+    shift = {"padding": 1 / 16, "padding_mode": "reflect"}
+    transforms = ImageTransforms(mean=(0.5,) * 3, std=(0.5,) * 3, image_size=32, seed=seed, **shift)
     return module("cifar10_speed", "data").AlternatingFlips(images, torch.arange(len(images)), "0123456789", transforms)
 
 

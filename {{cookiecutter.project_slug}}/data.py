@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from config import Config
 from ddp.core.errors import SetupError
-from ddp.data.download import downloading
+from ddp.data.cifar10 import load_cifar10
 from ddp.data.images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once
 from ddp.distributed.seeds import derive_seed
 
@@ -63,27 +63,8 @@ def build_transforms(config: Config) -> ImageTransforms:
 
 def cifar10(config: Config) -> tuple[ImageDataset, ImageDataset]:
     """CIFAR-10, held in memory as uint8. It is downloaded once per machine."""
-    from torchvision.datasets import CIFAR10  # slow, and only needed here
-    from torchvision.datasets.utils import download_and_extract_archive
-
-    def read() -> list[CIFAR10]:
-        return [CIFAR10(config.data_dir, train) for train in (True, False)]  # verifies the MD5 of every file
-
-    try:
-        parts = read()
-    except RuntimeError:  # a file is missing or damaged
-        with downloading(CIFAR10.url, Path(config.data_dir), ", or use --dataset synthetic"):
-            try:
-                parts = read()  # another process of this machine may have been first
-            except RuntimeError:
-                # Not download=True, which ignores batches.meta. An intact archive is unpacked without a download.
-                archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
-                download_and_extract_archive(CIFAR10.url, config.data_dir, **archive)
-                parts = read()
-    transforms, classes = build_transforms(config), parts[0].classes
-    images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]  # [n, 3, 32, 32]
-    targets = [torch.tensor(part.targets) for part in parts]
-    train_set, test_set = (ImagesInMemory(*pair, classes, transforms) for pair in zip(images, targets, strict=True))
+    transforms = build_transforms(config)
+    train_set, test_set = (ImagesInMemory(*part, transforms) for part in load_cifar10(Path(config.data_dir)))
     return train_set, test_set
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from config import Config
-from ddp.data.download import downloading
+from ddp.data.cifar10 import load_cifar10
 from ddp.data.images import ImagesInMemory, ImageTransforms
 from ddp.distributed.seeds import derive_seed
 
@@ -20,7 +20,10 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
 
     The noise of a sample never changes, so evaluations are comparable. In training, main.py draws new noise.
     """
-    parts = cifar10(config) if config.dataset == "cifar10" else synthetic(config)
+    if config.dataset == "cifar10":
+        parts = [part.images for part in load_cifar10(Path(config.data_dir))]
+    else:
+        parts = synthetic(config)
     transforms = ImageTransforms(mean=(0.5,) * 3, std=(0.5,) * 3, image_size=32, flip=0.5, seed=config.seed)
     datasets = []
     for number, images in enumerate(parts):
@@ -30,28 +33,6 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
     train_set, test_set = datasets
     train_set.name = config.dataset  # for the log, and for the default --output-dir
     return train_set, test_set
-
-
-def cifar10(config: Config) -> list[Tensor]:
-    """The images of CIFAR-10, [n, 3, 32, 32] uint8. They are downloaded once per machine."""
-    from torchvision.datasets import CIFAR10  # slow, and only needed here
-    from torchvision.datasets.utils import download_and_extract_archive
-
-    def read() -> list[CIFAR10]:
-        return [CIFAR10(config.data_dir, train) for train in (True, False)]  # verifies the MD5 of every file
-
-    try:
-        parts = read()
-    except RuntimeError:  # a file is missing or damaged
-        with downloading(CIFAR10.url, Path(config.data_dir), ", or use --dataset synthetic"):
-            try:
-                parts = read()  # another process of this machine may have been first
-            except RuntimeError:
-                # Not download=True, which ignores batches.meta. An intact archive is unpacked without a download.
-                archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
-                download_and_extract_archive(CIFAR10.url, config.data_dir, **archive)
-                parts = read()
-    return [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
 
 
 def synthetic(config: Config) -> list[Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy
 import torch
@@ -35,15 +36,17 @@ MAX_GPU_SHARE = 0.05  # of the free memory of a GPU, for images
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """What happens to a batch of images, on the device. In training they are padded with black, cropped, and flipped.
+    """What happens to a batch of images, on the device. In training they are padded, cropped, and flipped.
 
-    padding: the part of the width that is added on each side. flip: the probability of a flip from left to right.
+    padding: the part of the width that is added on each side: black, or with padding_mode "reflect" the mirrored image.
+    flip: the probability of a flip from left to right.
     """
 
     mean: Sequence[float]  # of each channel, from 0 to 1
     std: Sequence[float]
     image_size: int  # of the model's inputs: height and width
     padding: float = 0.0
+    padding_mode: Literal["constant", "reflect"] = "constant"
     flip: float = 0.0
     seed: int = 0  # crops and flips are a function of (seed, epoch, sample)
     memory_format: torch.memory_format = torch.contiguous_format
@@ -80,9 +83,13 @@ class ImageDataset(BatchDataset):
         return inputs, targets
 
     def _padded_and_flipped(self, images: Tensor) -> tuple[Tensor, int]:
-        """All images with a black frame, then the same flipped: [2 b, c, h + 2 pad, w + 2 pad]; and `pad`."""
+        """All images, padded, then the same flipped: [2 b, c, h + 2 pad, w + 2 pad]; and `pad`."""
         pad = int(images.shape[-1] * self.transforms.padding)
-        padded = F.pad(images, (pad,) * 4)
+        if self.transforms.padding_mode == "constant":
+            padded = F.pad(images, (pad,) * 4)
+        else:  # F.pad of older versions of torch cannot reflect uint8 on a GPU
+            rows, columns = (_reflected(size, pad).to(images.device) for size in images.shape[2:])
+            padded = images[:, :, rows][..., columns]
         return torch.cat([padded, padded.flip(3)]), pad
 
     def _cropped(self, copies: Tensor, pad: int, rows: Tensor, samples: Tensor, epoch: int) -> Tensor:
@@ -99,6 +106,12 @@ class ImageDataset(BatchDataset):
         from_each_element = copies.as_strided((copies.numel(),), (1,)).unfold(0, length, 1)
         found = from_each_element.index_select(0, starts)
         return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
+
+
+def _reflected(size: int, pad: int) -> Tensor:
+    """Which of `size` pixels stands at each place of a padded row: pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..."""
+    last = size - 1
+    return last - (last - torch.arange(-pad, size + pad).abs()).abs()
 
 
 @lru_cache(maxsize=1)
