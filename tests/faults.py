@@ -46,6 +46,7 @@ FAULTS = {
     34: "WORLD_SIZE is not NNODES x NPROC",
     35: "BatchNorm model evaluated through the DDP wrapper with uneven ranks",
     36: "BatchNorm running statistics drift between ranks",
+    37: "a collective that not all ranks call, in another order, or with another shape",
     38: "a rank is killed while the others wait for a GPU",
     39: "device-side assert; GPU out of memory",
     40: "evaluated state that is not loaded, random numbers that do not follow the sample, a stream read by index",

@@ -604,8 +604,9 @@ def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: in
     assert ranks.wait(40) == [8, 8]
     assert time.monotonic() - begin < 25
     assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
-    line = f"rank {victim} did not respond for 2 s (--timeout); see its stack above"
-    assert line in ranks.output(1 - victim)
+    line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {victim} at test_faults\.py:\d+.*, "
+    line += rf"while rank {1 - victim} waited at main\.py:\d+ \(backward\); see its stack above"
+    assert re.search(line, ranks.output(1 - victim))
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
@@ -692,7 +693,8 @@ def test_a_gpu_that_waits_for_another_rank_longer_than_the_timeout_ends_the_run(
     monkeypatch.setattr(failure_monitor.FailureMonitor, "__init__", keep)
     ranks = start_faulty(2, inject, "--output-dir", tmp_path, "--timeout", 3)
     assert ranks.wait(40) == [8, 8], ranks.output()
-    assert "the GPU of rank 0 waited 3 s (--timeout) for another rank; the stacks above show" in ranks.output(0)
+    assert "the GPU of rank 0 waited 3 s (--timeout) for another rank: rank 0 at test_faults.py:" in ranks.output(0)
+    assert "; rank 1 at test_faults.py:" in ranks.output(0)
     assert "in inject" in ranks.output(1), "the stack of the rank that hangs is missing"
 
 

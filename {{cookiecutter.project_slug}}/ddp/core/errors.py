@@ -69,6 +69,12 @@ class PeerLost(UserError, exit_code=ExitCode.PEER_LOST):
     hang = False
 
 
+class CollectiveMismatch(PeerLost, exit_code=ExitCode.BUG):
+    """The ranks do not call the same collectives: a mistake in the program, which would occur again."""
+
+    hang = True
+
+
 class PeerFailed(UserError):
     """This rank is fine, but another one failed; this rank exits with the exit code of that one."""
 

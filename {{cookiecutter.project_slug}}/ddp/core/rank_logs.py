@@ -9,11 +9,13 @@ import logging
 import os
 import platform
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from ddp.core.call_site import Frame, format_stack, stack_of
 from ddp.core.errors import print_line
 from ddp.core.process_exit import process_exit
 
@@ -64,13 +66,15 @@ def console(stream: Any) -> Any:
     return stream.console if isinstance(stream, _Tee) else stream
 
 
-def dump_stacks() -> None:
-    """Print the stack of every thread of this process on stderr."""
-    print_line("is here (the stack of every thread, innermost call first):", process_exit.rank)
-    streams = (sys.stderr.console, sys.stderr.file) if isinstance(sys.stderr, _Tee) else (sys.stderr,)
-    for stream in streams:
-        with suppress(OSError, ValueError, AttributeError):
-            faulthandler.dump_traceback(stream, all_threads=True)
+def dump_stacks(main: list[Frame] | None = None) -> None:
+    """Print the stack of every thread of this process on stderr. `main`: that of the main thread, before it failed."""
+    main_thread = threading.main_thread().ident or 0
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    others = [thread for thread in sys._current_frames() if thread not in (main_thread, threading.get_ident())]
+    parts = [("main thread", main or stack_of(main_thread))]
+    parts += [(f"thread {names.get(thread, thread)}", stack_of(thread)) for thread in others]
+    stacks = "\n".join(f"{name}:\n{format_stack(stack)}" for name, stack in parts)
+    print_line(f"is here (innermost call first; > marks your files):\n{stacks}", process_exit.rank)
 
 
 class _Tee:

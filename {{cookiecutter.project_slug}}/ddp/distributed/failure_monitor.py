@@ -2,9 +2,9 @@
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
 A main thread that waits for a GPU notices nothing, so the monitor's thread asks as well: see `_find_lost_rank`.
-Keys of the store: `failure` the cause; `ping` the last question who is alive, as NUMBER:RANK, and `pong/PING/R` the
-answer of rank R to it; `diagnose`, `comm_error/R` a collective broke, on rank R; `left/R` rank R finished; `ack/R` rank
-R has read the cause; `saved` the step of the last checkpoint on disk.
+Keys of the store: `failure` the cause; `diagnose`, `comm_error/R` a collective broke, on rank R, and its Report;
+`left/R` rank R finished; `ack/R` rank R has read the cause; `saved` the step of the last checkpoint on disk; and those
+of liveness.py and wait_notice.py.
 """
 
 import json
@@ -14,25 +14,38 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp.core.errors import FAILURE_KEY, ExitCode, PeerFailed, PeerLost, exit_code_of, failure_record, one_line
+from ddp.core.call_site import by_site, call_site, names, stack_of, stack_of_error
+from ddp.core.errors import (
+    FAILURE_KEY,
+    CollectiveMismatch,
+    ExitCode,
+    PeerFailed,
+    PeerLost,
+    exit_code_of,
+    failure_record,
+    one_line,
+)
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
 from ddp.core.stop_signal import stop_signal
+from ddp.distributed.collective_log import explain_mismatch, first_difference, recorded_collectives
+from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.streams import Mark
+from ddp.distributed.terminate_handler import on_gloo_error
+from ddp.distributed.wait_notice import WaitNotice
 
 Answer = TypeVar("Answer")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
-ANSWER_TIMEOUT_S = 3.0
 MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
 STOP_PATIENCE_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
-PING_INTERVAL_S = 5.0  # one rank at a time asks who is alive
 STORE_PATIENCE_S = 10.0  # the same, for a rank that can ask no other because the store is gone
 COMM_ERROR = re.compile(
     r"gloo|Timed out waiting|pair closure|NCCL|Connection (closed|reset)|Broken pipe|[Ss]ocket [Tt]imeout"
@@ -45,7 +58,7 @@ TIMED_OUT = re.compile(r"[Tt]imed? ?out|pair closure")
 class FailureMonitor:
     """This rank's view of failures. A thread watches the other ranks; `resolve_root_cause` explains an error."""
 
-    def __init__(self, store: dist.Store, env: RankEnv, timeout: float) -> None:
+    def __init__(self, store: dist.Store, env: RankEnv, timeout: float, warn_after: float = 30.0) -> None:
         self.store, self.env, self.rank, self.timeout = store, env, env.rank, timeout
         self.others = [other for other in range(env.world_size) if other != env.rank]
         self.closed = threading.Event()
@@ -53,12 +66,14 @@ class FailureMonitor:
         self.seen_failure: dict[str, Any] | None = None  # what the thread has found
         self.reachable = True  # the store; False once its host is gone
         self.stop_sync: StopSync | None = None  # once the ranks are connected
-        self.ping, self.pinged_at = "", 0.0  # the last one that this rank has seen, and when
+        self.liveness = Liveness(store, env.rank, self.others)
+        self.wait_notice = WaitNotice(store, env.rank, self.liveness, warn_after)
         self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
 
     def start(self) -> None:
         """Watch the other ranks from now on, even while the main thread waits in a collective."""
         if self.others:
+            on_gloo_error(self._end_after_gloo_error)
             threading.Thread(target=self._watch, name="failure monitor", daemon=True).start()
 
     def close(self) -> None:
@@ -79,12 +94,13 @@ class FailureMonitor:
 
     def add_saved_step(self, error: BaseException) -> None:
         """Add to a PeerLost from which step the run can be resumed."""
-        if isinstance(error, PeerLost) and not error.on_every_rank:
+        if isinstance(error, PeerLost) and not isinstance(error, CollectiveMismatch) and not error.on_every_rank:
             process_exit.saved_step = saved = self.saved_step()
             resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
             if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
                 resumable = "resumable from the newest checkpoint, if there is one"
-            error.args = (f"{error}; {resumable}: start all ranks again with the same command",)
+            advice = "" if error.hang else ": start all ranks again with the same command"
+            error.args = (f"{error}; {resumable}{advice}",)
 
     def check(self) -> None:
         """Raise PeerFailed if another rank has failed."""
@@ -118,25 +134,29 @@ class FailureMonitor:
     def _explain_comm_error(self, error: BaseException) -> BaseException:
         """PeerFailed or PeerLost, for an error of a collective or of the store."""
         timed_out = TIMED_OUT.search(str(error)) is not None
+        stack = stack_of_error(error.__traceback__) or stack_of(threading.main_thread().ident or 0)
         if timed_out:
-            dump_stacks()
-        cause = None if self.seen_failure else self._call_store(lambda: self._diagnose(timed_out), 2 * ANSWER_TIMEOUT_S)
+            dump_stacks(stack)
+        own = Report(call_site(stack), recorded_collectives())
+        ask = partial(self._diagnose, own, timed_out)
+        cause = None if self.seen_failure else self._call_store(ask, 2 * ANSWER_TIMEOUT_S)
         if self.seen_failure:  # perhaps by the thread in the meantime, before the store was gone
             return self._peer_failed(self.seen_failure)
         at_rank_0 = self.env.store_in == "rank 0"
         cause = cause or PeerLost("rank 0 was lost" if at_rank_0 else "the other ranks cannot be reached")
-        if isinstance(cause, PeerLost):  # add the core of gloo's or NCCL's message, without its source file and advice
+        if (
+            isinstance(cause, PeerLost) and not cause.hang
+        ):  # add the core of gloo's or NCCL's message, without its source file and advice
             reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
             cause.args = (f"{cause} ({re.split(r'[.] |[.]$', reason)[0][:120]})",)
         return cause
 
-    def _diagnose(self, timed_out: bool) -> PeerLost | PeerFailed:
+    def _diagnose(self, own: Report, timed_out: bool) -> PeerLost | PeerFailed:
         """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
-        self.store.set(f"comm_error/{self.rank}", "")
+        self.store.set(f"comm_error/{self.rank}", own.dump())
         asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
-        while asks and not self._send_ping():
-            self._answer_ping()
-        ping = self.ping
+        while asks and not self.liveness.ask():
+            self.liveness.answer()
         end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
         silent = busy = self.others
         while time.monotonic() < end:
@@ -144,8 +164,7 @@ class FailureMonitor:
                 return self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
             if asks:
                 busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
-                absent = [rank for rank in busy if not self.store.check([f"pong/{ping}/{rank}"])]
-                silent = [rank for rank in silent if rank in absent]
+                silent = [rank for rank in self.liveness.silent() if rank in busy]
             if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
                 break
             time.sleep(0.05)
@@ -153,16 +172,13 @@ class FailureMonitor:
             return PeerLost("another process was lost, and so was the one that was finding out which")
         if silent:
             return self._lost(silent)
-        names = _names(busy)
-        if busy and timed_out:
-            hanging = PeerLost(f"{names} did not respond for {self.timeout:g} s (--timeout); see its stack above")
-            hanging.hang = True
-            return hanging
-        return PeerLost("the connections between the processes broke")
+        broken = [rank for rank in self.others if rank not in busy]
+        errors = {rank: Report.load(self.store.get(f"comm_error/{rank}")) for rank in broken}
+        return explain({**self.liveness.reports(), **errors, self.rank: own}, busy if timed_out else [], self.timeout)
 
     def _lost(self, silent: list[int]) -> PeerLost:
         left = self.store.check([f"left/{rank}" for rank in silent])
-        return PeerLost(f"{_names(silent)} {'left early' if left else 'was lost'}")
+        return PeerLost(f"{names(silent)} {'left early' if left else 'was lost'}")
 
     def _share_failure(self, error: BaseException) -> BaseException:
         """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
@@ -192,7 +208,8 @@ class FailureMonitor:
             if self.closed.wait(POLL_INTERVAL_S):
                 return
             try:
-                self._answer_ping()
+                self._look()
+                self.wait_notice.check(self._wait_for_answer)
                 lost = self._find_lost_rank()
             except RuntimeError:
                 self.reachable = False
@@ -204,17 +221,20 @@ class FailureMonitor:
         if not self.closed.wait(0 if self._stop_is_overdue(self.stop_sync) else FOLLOW_TIMEOUT_S):
             self._end(self._peer_failed(self.seen_failure))
 
+    def _end_after_gloo_error(self) -> None:
+        """In gloo's thread: it received a message that does not belong to the collective that this rank called."""
+        error = dist.DistBackendError("gloo received a message of another size than it expected")
+        process_exit.hard_exit(self.resolve_root_cause(error))
+
     def _end(self, cause: BaseException) -> None:
         """Exit now: the main thread is blocked."""
         self.add_saved_step(cause)
         self.wait_for_acks()
         process_exit.hard_exit(cause)
 
-    def _answer_ping(self) -> None:
-        """Tell who asks that this rank is alive; notice a failure that another rank has written."""
-        if self.store.check(["ping"]) and (ping := self.store.get("ping").decode()) != self.ping:
-            self.ping, self.pinged_at = ping, time.monotonic()
-            self.store.set(f"pong/{ping}/{self.rank}", "")
+    def _look(self) -> None:
+        """Answer who asks whether this rank is alive; notice a failure that another rank has written."""
+        self.liveness.answer()
         if self.store.check([FAILURE_KEY]):
             self.seen_failure = json.loads(self.store.get(FAILURE_KEY))
             self.store.set(f"ack/{self.rank}", "")
@@ -235,8 +255,13 @@ class FailureMonitor:
         if silent is None or not stuck:
             return None
         dump_stacks()
+        reports = self.liveness.reports()
+        if different := first_difference({rank: report.collectives for rank, report in reports.items()}):
+            return CollectiveMismatch(explain_mismatch(different))
         waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
-        hanging = PeerLost(f"{waited}; the stacks above show what each rank did")
+        sites = by_site({rank: report.site for rank, report in reports.items()})
+        places = "; ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
+        hanging = PeerLost(f"{waited}: {places}; see the stacks above")
         hanging.hang = True
         return hanging
 
@@ -257,29 +282,22 @@ class FailureMonitor:
             return False
         return True
 
-    def _send_ping(self) -> bool:
-        """Ask all ranks whether they are alive. False if another rank has asked at the same time."""
-        ping = f"{int(self.ping.partition(':')[0] or 0) + 1}:{self.rank}"
-        if self.store.compare_set("ping", self.ping, ping).decode() != ping:
-            return False
-        self.ping, self.pinged_at = ping, time.monotonic()
-        return True
-
     def _silent_ranks(self) -> list[int] | None:
-        """The ranks that do not answer a ping in time; None if another rank asks for all."""
-        if time.monotonic() - self.pinged_at < PING_INTERVAL_S or not self._send_ping():
+        """The ranks that do not answer in time; None if another rank asks for all, or if this one ends."""
+        if (
+            self.liveness.is_busy()
+            or not self.liveness.ask()
+            or not self.liveness.wait_for_answers(self._wait_for_answer)
+        ):
             return None
-        keys = {rank: f"pong/{self.ping}/{rank}" for rank in self.others}
-        end = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self.store.check([*keys.values()]):
-            self._answer_ping()  # of a rank whose collective broke
-            if self.seen_failure or self.closed.wait(POLL_INTERVAL_S / 2):
-                return None
-            if time.monotonic() > end:
-                # A rank that has finished, or that is finding out what has happened, answers no more.
-                answers = {rank: (key, f"left/{rank}", f"comm_error/{rank}") for rank, key in keys.items()}
-                return [rank for rank, names in answers.items() if not any(self.store.check([name]) for name in names)]
-        return []
+        # A rank that has finished, or that is finding out what has happened, answers no more.
+        silent, absent = self.liveness.silent(), ("left/{}", "comm_error/{}")
+        return [rank for rank in silent if not any(self.store.check([key.format(rank)]) for key in absent)]
+
+    def _wait_for_answer(self) -> bool:
+        """Wait a little. False if this rank ends."""
+        self._look()  # another rank whose collective broke may ask
+        return self.seen_failure is None and not self.closed.wait(POLL_INTERVAL_S / 2)
 
     def _end_without_store(self) -> None:
         """The store is gone, and with it its host: exit, unless the main thread does, or can still save."""
@@ -293,8 +311,23 @@ class FailureMonitor:
                 self._end(PeerLost(f"{host} was lost"))
 
 
-def _names(ranks: list[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
+def explain(reports: dict[int, Report], busy: list[int], timeout: float) -> PeerLost:
+    """Why a collective broke although all ranks are alive. `busy`: those that did not take part in it for `timeout`."""
+    different = first_difference({rank: report.collectives for rank, report in reports.items()})
+    if different:
+        return CollectiveMismatch(explain_mismatch(different))
+    waited = {rank: report.site for rank, report in reports.items() if rank not in busy}
+    where = " and ".join(f"{names(ranks)} waited at {site}" for site, ranks in by_site(waited).items() if site)
+    if not busy:
+        return PeerLost(f"the connections between the processes broke{f': {where}' if where else ''}")
+    sites = by_site({rank: reports[rank].site for rank in busy if rank in reports})
+    places = " and ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
+    details = ", while ".join(part for part in (places, where) if part)
+    stack = f"{'its stack' if len(busy) == 1 else 'their stacks'} above"
+    late = f"{names(busy)} did not respond for {timeout:g} s (--timeout)"
+    hanging = PeerLost(f"{late}{f': {details}' if details else ''}; see {stack}")
+    hanging.hang = True
+    return hanging
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | None:

@@ -19,6 +19,7 @@ from ddp.core.process_exit import process_exit, translate_exception
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.stop_signal import stop_signal
+from ddp.distributed.collective_log import record_collectives
 from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rendezvous import RankInfo, create_store, exchange_rank_info
@@ -149,7 +150,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
     """
     process_exit.resolve_root_cause = lambda error: error  # without a store there is no way to tell the others
     store = create_store(env, config.timeout)
-    monitor = FailureMonitor(store, env, config.timeout)
+    monitor = FailureMonitor(store, env, config.timeout, config.warn_after)
     process_exit.resolve_root_cause = monitor.resolve_root_cause
     on_failure: list[Callable[[BaseException], None]] = []
     try:
@@ -188,6 +189,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
 def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend: str, timeout: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    record_collectives()
     hangs = SetupError(f"rank {env.rank} hangs while it connects to the others over {backend}")
     with stop_signal.watchdog(timeout + HANG_GRACE_S, hangs):
         try:

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddp.core.errors import CollectiveMismatch
 from ddp.core.stop_signal import stop_signal
+from ddp.distributed.collective_log import (
+    MISMATCH_ADVICE,
+    Collective,
+    collective_count,
+    explain_mismatch,
+    first_difference,
+    recorded_collectives,
+)
 from ddp.distributed.streams import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
@@ -55,13 +64,24 @@ class StopSync:
         step_s = (time.perf_counter() - self.since) / self.interval
         # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
         # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
-        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s]
+        count = collective_count(self.streams.device)
+        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s, count, -count]
         everyone = torch.tensor(ours, dtype=torch.double)
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
-        reason, failed, self.step_s = everyone.tolist()
+        reason, failed, self.step_s, most, fewest = everyone.tolist()
+        if most != -fewest:  # over NCCL, they would go on, and add up gradients of different steps
+            raise CollectiveMismatch(self._find_mismatch())
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
         longest = min(MAX_STEPS_BETWEEN_SYNCS, 2 * self.interval)
         self.steps_left = self.interval = int(min(longest, max(1.0, SYNC_INTERVAL_S / self.step_s)))
         self.since = time.perf_counter()
         self.decided = bool(reason or failed)
         return StopDecision(int(reason) or None, bool(failed)) if self.decided else None
+
+    def _find_mismatch(self) -> str:
+        """What the ranks did differently, as far as it was recorded. Call on every rank."""
+        logs: list[list[Collective]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(logs, recorded_collectives())
+        by_rank = dict(enumerate(logs))
+        different = first_difference(by_rank) or first_difference(by_rank, compare_sites=True)
+        return explain_mismatch(different) if different else f"the ranks are at different steps: {MISMATCH_ADVICE}"

@@ -1,0 +1,104 @@
+"""The last collectives that this rank has called, and the lines that called them, from torch's flight recorder.
+
+It costs some microseconds per collective, and knows those of NCCL as well. TORCH_DISTRIBUTED_DEBUG=DETAIL would compare
+every collective before it runs, at several times its cost. torch.distributed.debug needs a web server on each rank.
+"""
+
+import os
+import pickle
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ddp.core.call_site import Frame, by_site, call_site, names
+
+RECORDED = 64  # collectives that are kept
+DIFFERENT_SHAPES = ("scatter", "gather")  # the ranks may pass tensors of different shapes to these
+MISMATCH_ADVICE = "all ranks must call the same collectives in the same order; check code that depends on the rank"
+
+
+class Collective(NamedTuple):
+    """A collective that a rank has called. `key` names it on all ranks; `waited_s` is 0 once it has completed."""
+
+    key: str
+    operation: str
+    tensors: str  # their types and shapes
+    site: str
+    waited_s: float
+
+
+def record_collectives() -> None:
+    """Call before the process group is created. The environment may set another number, or 0."""
+    name = "TORCH_FR_BUFFER_SIZE" if hasattr(c10d, "_dump_fr_trace") else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    os.environ.setdefault(name, str(RECORDED))
+
+
+def recorded_collectives() -> list[Collective]:
+    """Oldest first; empty if torch records none: over gloo, before torch 2.8."""
+    found = []
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        if (dump := getattr(c10d, name, None)) is not None:
+            found += [entry for entry in pickle.loads(dump(True, True, False)).get("entries", ())]
+    return [_read(entry) for entry in found if not entry["is_p2p"]]
+
+
+def _read(entry: dict[str, Any]) -> Collective:
+    backend, _, operation = entry["profiling_name"].rpartition(":")
+    group, _ = entry["process_group"]
+    shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    tensors = " and ".join(f"{dtype.lower()} {size or 'scalar'}" for dtype, size in shapes)
+    frames = [Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
+    done = entry["retired"] or entry["state"] == "completed"
+    waited_s = 0.0 if done else max(0.001, (time.time_ns() - entry["time_created_ns"]) / 1e9)
+    return Collective(
+        f"{backend} {group} {entry['collective_seq_id']}", operation, tensors, call_site(frames), waited_s
+    )
+
+
+def waiting(collectives: list[Collective]) -> Collective | None:
+    """The first collective that has not completed."""
+    return next((collective for collective in collectives if collective.waited_s), None)
+
+
+def first_difference(logs: dict[int, list[Collective]], *, compare_sites: bool = False) -> dict[int, Collective]:
+    """What each rank called where they first called different collectives; empty if their logs are alike.
+
+    compare_sites: the same collective at different lines differs as well.
+    """
+    calls: dict[str, dict[int, Collective]] = {}
+    for rank, log in logs.items():
+        for collective in log:
+            calls.setdefault(collective.key, {})[rank] = collective
+    for ranks in calls.values():
+        tensors = {each.tensors for each in ranks.values() if not each.operation.endswith(DIFFERENT_SHAPES)}
+        sites = {each.site for each in ranks.values() if compare_sites}
+        if any(len(values) > 1 for values in ({each.operation for each in ranks.values()}, tensors, sites)):
+            return ranks
+    return {}
+
+
+def explain_mismatch(different: dict[int, Collective]) -> str:
+    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`, and what to do about it."""
+    same_operation = len({each.operation for each in different.values()}) == 1
+    calls = {}
+    for rank, each in different.items():
+        tensors = f" of {each.tensors}" if same_operation and each.tensors else ""
+        calls[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
+    called = ", but ".join(f"{names(ranks)} called {call}" for call, ranks in by_site(calls).items())
+    return f"{called}: {MISMATCH_ADVICE}"
+
+
+def collective_count(device: torch.device | None = None) -> int:
+    """How many collectives this rank has called, on tensors of `device` or on all: at the same line, the same number.
+
+    0 without a process group, and for a backend that does not count.
+    """
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()
+        backends = {group._get_backend(each) for each in ([device] if device else group._device_types)}
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    except (RuntimeError, ValueError):
+        return 0
