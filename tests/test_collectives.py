@@ -217,8 +217,8 @@ def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> 
 @pytest.mark.parametrize("slow", [[0], [1], [0, 1]])
 def test_a_slow_step_is_no_failure(edited: Callable[..., Edited], slow: list[int]) -> None:
     """If all ranks are slow, nothing is said; if one is, rank 0 prints its line. The run goes on."""
-    code = f"                if run.state.step == 3 and ctx.rank in {slow}:\n                    __import__('time').sleep(2.5)\n"
-    main = edited(LOG, code + LOG)
+    condition = f"                if run.state.step == 3 and ctx.rank in {slow}:\n"
+    main = edited(LOG, f"{condition}                    __import__('time').sleep(2.5)\n{LOG}")
     outputs = main.run(2, 0, "--warn-after", 1)
     said = [line for line in "".join(outputs).splitlines() if "waited" in line]
     assert len(said) == (1 if len(slow) == 1 else 0)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ VALUES: dict[str, str | None] = {
     ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
     **dict(seed="4", deterministic=None, strict_resume=None),
-    **dict(device="cpu", backend="gloo", nproc="2", timeout="30", local_rank="0"),
+    **dict(device="cpu", backend="gloo", nproc="2", timeout="30", warn_after="5", local_rank="0"),
     **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
 }
 TOGETHER = ("rank", "world_size", "init_method")
@@ -287,6 +288,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--init-method tcp://host:99999", ["--init-method", "'tcp://host:99999'", "tcp://HOST:PORT"]),
     ("--timeout 1e300", ["--timeout", "'1e300'", "must be a number >= 1"]),
     ("--timeout 0", ["--timeout", "'0'", "must be a number >= 1"]),
+    ("--warn-after 0", ["--warn-after", "'0'", "must be a number >= 1"]),
     ("--learning-rate 0.1", ["--learning-rate", "--help"]),
     ("--epoch 3", ["--epoch", "--help"]),  # abbreviations break when an option is added
     ("train", ["train", "--help"]),
@@ -438,6 +440,7 @@ def test_help_shows_every_default_and_every_choice(help_text: str) -> None:
     [
         *[("batch-size", "samples"), ("image-size", "pixels"), ("epochs", "passes"), ("max-steps", "optimizer steps")],
         *[("warmup-epochs", "epochs"), ("checkpoint-every", "steps"), ("log-every", "steps"), ("timeout", "seconds")],
+        ("warn-after", "seconds"),
     ],
 )
 def test_help_names_the_unit(help_text: str, flag: str, unit: str) -> None:
@@ -1100,6 +1103,23 @@ def test_timeout_limits_how_long_a_process_waits_for_the_others(tmp_path: Path) 
         assert f"within {seconds} s (--timeout)" in output
     assert 1 <= took[1] < 60  # the default is 600
     assert took[5] - took[1] > 2
+
+
+@pytest.mark.slow
+@shows("warn_after")
+def test_warn_after_says_who_waits_for_whom() -> None:
+    def wait(seconds: int, rank_env: RankEnv) -> int:
+        with init_distributed(Config.parse(["--device", "cpu", "--warn-after", str(seconds)]), rank_env) as ctx:
+            if ctx.rank == 1:
+                time.sleep(2.5)
+            ctx.gather(None)
+        return 0
+
+    for seconds in (1, 60):
+        ranks = Ranks(2, partial(wait, seconds))
+        assert ranks.wait() == [0, 0], ranks.output()
+        warned = re.search(r"rank 0 has waited \d s at .*; rank 1 is at test_options\.py:\d+", ranks.output(0))
+        assert (warned is not None) == (seconds == 1)
 
 
 @shows("nproc")
