@@ -126,6 +126,31 @@ def test_a_signal_to_one_rank_stops_all_after_a_step_and_the_run_resumes_bit_for
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
 
 
+@fault(9)
+def test_a_stop_needs_no_module_that_is_not_loaded(small: None, tmp_path: Path) -> None:
+    """The environment of a run may be removed, or upgraded, while it trains: it saves and exits with 75."""
+
+    class Gone:
+        def find_spec(self, name: str, *_: Any) -> None:
+            print(f"import {name}", flush=True)
+            raise OSError(f"{name} is gone")
+
+    def inject(rank: int, number: int) -> None:
+        if number == 1:
+            sys.modules.pop("psutil", None)  # the parent of the ranks may have loaded it
+            stop_signal.listen(os.getppid())
+        if number == 5:
+            sys.meta_path.insert(0, Gone())
+            print("removed", flush=True)
+        time.sleep(0.1)
+
+    ranks = start_faulty(2, inject, "--checkpoint-every", 1, "--output-dir", tmp_path)
+    wait_for_text(ranks, "removed", 60)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.wait(40) == [75, 75], ranks.output()
+    assert "import " not in ranks.output() and "Traceback" not in ranks.output()
+
+
 @pytest.mark.parametrize("asking", [0, 1])
 def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
     small: None, asking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

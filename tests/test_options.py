@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -1109,6 +1110,7 @@ def test_timeout_limits_how_long_a_process_waits_for_the_others(tmp_path: Path) 
 @shows("warn_after")
 def test_warn_after_says_who_waits_for_whom() -> None:
     def wait(seconds: int, rank_env: RankEnv) -> int:
+        logging.getLogger("ddp").addHandler(logging.StreamHandler())  # not pytest's
         with init_distributed(Config.parse(["--device", "cpu", "--warn-after", str(seconds)]), rank_env) as ctx:
             if ctx.rank == 1:
                 time.sleep(2.5)

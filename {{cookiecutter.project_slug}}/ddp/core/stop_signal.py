@@ -45,6 +45,7 @@ class StopSignal(SignalHandler):
         self.parent = parent
         if parent is not None:
             die_with_parent()
+            is_alive(parent)  # imports what a signal needs: a month later, the environment may have changed
         self.pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
