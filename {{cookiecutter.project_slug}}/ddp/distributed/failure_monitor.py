@@ -34,7 +34,7 @@ from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
 from ddp.core.stop_signal import stop_signal
 from ddp.distributed.collective_log import explain_mismatch, first_difference, recorded_collectives
-from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report
+from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report, explain
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.streams import Mark
@@ -309,25 +309,6 @@ class FailureMonitor:
             if time.monotonic() - lost_at > max(STORE_PATIENCE_S, 3 * (sync.step_s if sync else 0)):
                 host = "the store" if self.env.store_in == "file" else self.env.store_in
                 self._end(PeerLost(f"{host} was lost"))
-
-
-def explain(reports: dict[int, Report], busy: list[int], timeout: float) -> PeerLost:
-    """Why a collective broke although all ranks are alive. `busy`: those that did not take part in it for `timeout`."""
-    different = first_difference({rank: report.collectives for rank, report in reports.items()})
-    if different:
-        return CollectiveMismatch(explain_mismatch(different))
-    waited = {rank: report.site for rank, report in reports.items() if rank not in busy}
-    where = " and ".join(f"{names(ranks)} waited at {site}" for site, ranks in by_site(waited).items() if site)
-    if not busy:
-        return PeerLost(f"the connections between the processes broke{f': {where}' if where else ''}")
-    sites = by_site({rank: reports[rank].site for rank in busy if rank in reports})
-    places = " and ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
-    details = ", while ".join(part for part in (places, where) if part)
-    stack = f"{'its stack' if len(busy) == 1 else 'their stacks'} above"
-    late = f"{names(busy)} did not respond for {timeout:g} s (--timeout)"
-    hanging = PeerLost(f"{late}{f': {details}' if details else ''}; see {stack}")
-    hanging.hang = True
-    return hanging
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | None:
