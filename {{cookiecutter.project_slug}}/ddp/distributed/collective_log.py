@@ -37,7 +37,7 @@ def record_collectives() -> None:
 
 
 def recorded_collectives() -> list[Collective]:
-    """Oldest first; empty if torch records none: over gloo, before torch 2.8."""
+    """Oldest first; empty if torch records none, as torch 2.6 over gloo."""
     found = []
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         if (dump := getattr(c10d, name, None)) is not None:
