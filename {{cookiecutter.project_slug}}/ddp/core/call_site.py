@@ -1,4 +1,4 @@
-"""The line of the owner's files at which a call was made: for messages that say what to change."""
+"""The line of the owner's files at which a call was made: for messages that name the line to change."""
 
 import linecache
 import os
@@ -15,9 +15,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]|torchinductor|^<")
 NOT_OWNED = (f"{PROJECT / 'ddp'}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}")
 ENTRYPOINT = f"{PROJECT / 'ddp' / 'entrypoint'}{os.sep}"
-WRAPPERS = re.compile(
-    r"_|(wrapper|inner|decorate_context)$"
-)  # functions between a call and the function that is called
+# Functions between a call and the function that is called.
+WRAPPERS = re.compile(r"_|(wrapper|inner|decorate_context)$")
 
 
 class Frame(NamedTuple):

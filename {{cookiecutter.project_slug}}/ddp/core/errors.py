@@ -64,15 +64,19 @@ class StorageError(UserError, exit_code=ExitCode.STORAGE):
 
 
 class PeerLost(UserError, exit_code=ExitCode.PEER_LOST):
-    """Another process of the run is gone or does not respond. `hang`: no process is gone, one of them is stuck."""
+    """Another process of the run is gone or does not respond."""
 
     hang = False
 
 
-class CollectiveMismatch(PeerLost, exit_code=ExitCode.BUG):
-    """The ranks do not call the same collectives: a mistake in the program, which would occur again."""
+class RankHangs(PeerLost):
+    """No process is gone: one of them is stuck. All ranks print their stacks."""
 
     hang = True
+
+
+class CollectiveMismatch(RankHangs, exit_code=ExitCode.BUG):
+    """The ranks do not call the same collectives: a mistake in the program, which would occur again."""
 
 
 class PeerFailed(UserError):

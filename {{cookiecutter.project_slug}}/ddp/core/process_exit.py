@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp.core.call_site import is_owner_file, stack_of_error
 from ddp.core.errors import (
     PeerFailed,
     PeerLost,
@@ -139,9 +140,8 @@ def translate_exception(error: BaseException) -> BaseException:
 
 def _called_in(error: BaseException) -> str:
     """The last line of the project's own code that led to `error`, as ` (model.py, line 7)`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not re.search("(site|dist)-packages|torchinductor|^<", frame.filename)]
-    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    own = [frame for frame in stack_of_error(error.__traceback__) if is_owner_file(frame.file)]
+    return f" ({os.path.basename(own[0].file)}, line {own[0].line})" if own else ""
 
 
 def _out_of_memory(text: str) -> str:

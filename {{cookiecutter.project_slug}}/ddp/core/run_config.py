@@ -60,7 +60,7 @@ class RunConfig:
     world_size: int | None = _distributed(None, "number of processes, if no launcher sets it", kind=positive, may_change_on_resume=True)
     local_rank: int | None = _distributed(None, "rank of this process on its machine, if no launcher sets it", kind=non_negative, may_change_on_resume=True, per_process=True)
     init_method: str | None = _distributed(None, "where the processes connect: tcp://HOST:PORT or file:///PATH", kind=url, may_change_on_resume=True, per_process=True)
-    warn_after: float = _distributed(30, "say where each rank is when one has waited this many seconds for another", kind=number(float, 1, max=10**7), may_change_on_resume=True, per_process=True)
+    warn_after: float = _distributed(30, "print where each rank is when one has waited this many seconds for another", kind=number(float, 1, max=10**7), may_change_on_resume=True, per_process=True)
     timeout: float = _distributed(600, "seconds to wait for another process before giving up", kind=number(float, 1, max=10**7), may_change_on_resume=True, per_process=True)
 # fmt: on
 

@@ -38,7 +38,7 @@ MAX_GPU_SHARE = 0.05  # of the free memory of a GPU, for images
 class ImageTransforms:
     """What happens to a batch of images, on the device. In training they are padded, cropped, and flipped.
 
-    padding: the part of the width that is added on each side: black, or with padding_mode "reflect" the mirrored image.
+    padding: the part of the width that is added on each side. padding_mode: "constant" (black) or "reflect".
     flip: the probability of a flip from left to right.
     """
 
@@ -109,7 +109,7 @@ class ImageDataset(BatchDataset):
 
 
 def _reflected(size: int, pad: int) -> Tensor:
-    """Which of `size` pixels stands at each place of a padded row: pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..."""
+    """Which of `size` pixels is at each place of a padded row: pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..."""
     last = size - 1
     return last - (last - torch.arange(-pad, size + pad).abs()).abs()
 

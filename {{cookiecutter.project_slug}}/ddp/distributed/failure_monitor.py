@@ -26,6 +26,7 @@ from ddp.core.errors import (
     ExitCode,
     PeerFailed,
     PeerLost,
+    RankHangs,
     exit_code_of,
     failure_record,
     one_line,
@@ -261,9 +262,7 @@ class FailureMonitor:
         waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
         sites = by_site({rank: report.site for rank, report in reports.items()})
         places = "; ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
-        hanging = PeerLost(f"{waited}: {places}; see the stacks above")
-        hanging.hang = True
-        return hanging
+        return RankHangs(f"{waited}: {places}; see the stacks above")
 
     def _stop_is_overdue(self, sync: StopSync | None) -> bool:
         """Whether the ranks should have agreed on a stop that was requested here."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ddp.core.call_site import by_site, call_site, names, stack_of
-from ddp.core.errors import CollectiveMismatch, PeerLost
+from ddp.core.errors import CollectiveMismatch, PeerLost, RankHangs
 from ddp.distributed.collective_log import Collective, explain_mismatch, first_difference, recorded_collectives
 
 ANSWER_TIMEOUT_S = 3.0
@@ -55,7 +55,7 @@ class Liveness:
             self.store.set(f"pong/{ping}/{self.rank}", Report.now().dump())
 
     def ask(self) -> bool:
-        """Ask all ranks. False if another rank has asked at the same time, or shortly before."""
+        """Ask all ranks. False if another rank has asked at the same time."""
         ping = f"{int(self.ping.partition(':')[0] or 0) + 1}:{self.rank}"
         if self.store.compare_set("ping", self.ping, ping).decode() != ping:
             return False
@@ -79,7 +79,7 @@ class Liveness:
         return {self.rank: Report.now(), **{rank: Report.load(self.store.get(key)) for rank, key in answers.items()}}
 
     def wait_for_answers(self, wait: Callable[[], bool]) -> bool:
-        """Whether `wait`, which waits a little and says whether to go on, was always true until all had answered."""
+        """Wait until all have answered, or for ANSWER_TIMEOUT_S. False if `wait`, a short wait, returns False."""
         end = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < end and not self.store.check([f"pong/{self.ping}/{rank}" for rank in self.others]):
             if not wait():
@@ -101,6 +101,4 @@ def explain(reports: dict[int, Report], busy: list[int], timeout: float) -> Peer
     details = ", while ".join(part for part in (places, where) if part)
     stack = f"{'its stack' if len(busy) == 1 else 'their stacks'} above"
     late = f"{names(busy)} did not respond for {timeout:g} s (--timeout)"
-    hanging = PeerLost(f"{late}{f': {details}' if details else ''}; see {stack}")
-    hanging.hang = True
-    return hanging
+    return RankHangs(f"{late}{f': {details}' if details else ''}; see {stack}")

@@ -69,7 +69,7 @@ class StopSync:
         everyone = torch.tensor(ours, dtype=torch.double)
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
         reason, failed, self.step_s, most, fewest = everyone.tolist()
-        if most != -fewest:  # over NCCL, they would go on, and add up gradients of different steps
+        if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
             raise CollectiveMismatch(self._find_mismatch())
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
         longest = min(MAX_STEPS_BETWEEN_SYNCS, 2 * self.interval)

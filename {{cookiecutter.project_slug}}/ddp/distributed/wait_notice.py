@@ -1,4 +1,4 @@
-"""Say where each rank is when one of them has waited long in a collective, because that is not an error yet.
+"""Print where each rank is when one of them has waited long in a collective, which is not an error yet.
 
 The key `waits` of the store holds the rank that waits. Rank 0 asks all ranks, and prints what they answer.
 """
@@ -47,7 +47,7 @@ class WaitNotice:
 
 
 def describe_wait(reports: dict[int, Report], after_s: float) -> str:
-    """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`; empty if none has waited so long."""
+    """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`; empty if none has waited."""
     pending = {rank: waiting(report.collectives) for rank, report in reports.items()}
     waits = {rank: each for rank, each in pending.items() if each is not None and each.waited_s >= after_s}
     if not waits:
@@ -55,7 +55,7 @@ def describe_wait(reports: dict[int, Report], after_s: float) -> str:
     different = first_difference({rank: report.collectives for rank, report in reports.items()})
     if not different and len(waits) == len(reports) and len({each.key for each in waits.values()}) == 1:
         if not waits[0].key.startswith("gloo"):
-            return ""  # a GPU that has much to do before it: NCCL does not say since when it has waited
+            return ""  # a GPU that has much to do before it: NCCL does not report when the wait began
         seconds = max(each.waited_s for each in waits.values())
         return f"all ranks have waited {seconds:.0f} s at {waits[0].site}: the network between them may be down"
     parts = []
