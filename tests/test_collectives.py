@@ -26,6 +26,7 @@ from ddp.distributed.collective_log import (
     Collective,
     collective_count,
     explain_mismatch,
+    explain_other_number,
     first_difference,
     recorded_collectives,
     waiting,
@@ -40,7 +41,10 @@ from processes import Ranks, on_ranks
 
 pytestmark = pytest.mark.slow
 
-ADVICE = "all ranks must call the same collectives in the same order; check code that depends on the rank"
+ADVICE = (
+    "all ranks must make the same collective calls, in the same order and with tensors of the same shape; check code "
+    "that depends on the rank, and calls that only one rank makes"
+)
 LOG = "                if run.should_log():\n"
 BACKWARD = "scaler.scale(loss / config.grad_accum_steps).backward()"
 
@@ -131,7 +135,7 @@ MISMATCHES: dict[str, tuple[str, str, tuple[str, str], tuple[str, str]]] = {
         "        while not run.finished():",
         "        if ctx.rank == 0:\n            ddp_model(torch.zeros(4, 3, 32, 32)).sum().backward()  # extra\n\n"
         "        while not run.finished():",
-        ("", ""),
+        ("sum().backward()  # extra", " (backward) and rank 1"),
         ("run.should_stop():", " (should_stop)"),
     ),
     "an exception swallowed on one rank": (
@@ -255,11 +259,15 @@ def test_where_logs_differ() -> None:
     assert set(different) == {0, 1} and different[1].tensors == "float [6]"
     assert first_difference({0: [collective(1, "scatter")], 1: [collective(1, "scatter", "")]}) == {}
     lines = {0: [collective(1, site="main.py:7")], 1: [collective(1)]}
-    assert first_difference(lines) == {}
-    line = "rank 0 called all_reduce of float [5] at main.py:7, but rank 1 called all_reduce of float [5] at main.py:9"
-    assert explain_mismatch(first_difference(lines, compare_sites=True)) == f"{line}: {ADVICE}"
-    calls = {0: collective(1, "barrier", "", site="main.py:7 (barrier)"), 1: collective(1, site="")}
-    assert explain_mismatch(calls) == f"rank 0 called barrier at main.py:7, but rank 1 called all_reduce at ?: {ADVICE}"
+    assert first_difference(lines) == {} and explain_mismatch(lines) == ""
+    assert explain_other_number(lines) == f"rank 0 at main.py:7 and rank 1 at main.py:9 met: {ADVICE}"
+    calls = {0: [collective(1, "barrier", "", site="main.py:7 (barrier)")], 1: [collective(1, site="")]}
+    line = f"rank 0 called barrier at main.py:7, but rank 1 called all_reduce at ?: {ADVICE}"
+    assert explain_mismatch(calls) == line == explain_other_number(calls)
+    later = {0: [*lines[0], collective(2, tensors="float [5]")], 1: [*lines[1], collective(2, tensors="float [6]")]}
+    line = "rank 0 called all_reduce of float [5] at main.py:9, but rank 1 called all_reduce of float [6] at main.py:9"
+    met = "all_reduce of rank 0 at main.py:7 and rank 1 at main.py:9 met before"
+    assert explain_mismatch(later) == f"{line} ({met}): {ADVICE}"
 
 
 def test_what_is_said_about_a_wait() -> None:

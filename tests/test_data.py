@@ -1052,7 +1052,6 @@ class Numbers(Dataset):
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.classes = ["all"]
 
     def __len__(self) -> int:
         return self.length

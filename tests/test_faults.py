@@ -630,7 +630,7 @@ def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: in
     assert time.monotonic() - begin < 25
     assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
     line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {victim} at test_faults\.py:\d+.*, "
-    line += rf"while rank {1 - victim} waited at main\.py:\d+ \(backward\); see its stack above"
+    line += rf"while rank {1 - victim} waited at main\.py:\d+ \(backward\); see the stack of rank {victim}"
     assert re.search(line, ranks.output(1 - victim))
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 

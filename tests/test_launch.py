@@ -476,13 +476,17 @@ def test_the_process_group_is_destroyed_after_success_and_after_failure() -> Non
     "arguments, says",
     [
         (["--nnodes"], "--nnodes: expected one argument"),
-        (["--nodes", "2"], "unrecognized arguments: --nodes 2; put options of main.py after --"),
+        (
+            ["--nodes", "2"],
+            "unrecognized arguments: --nodes 2 (did you mean --nnodes?); put options of main.py after --",
+        ),
         (["--nnodes", "two"], "--nnodes: 'two' must be an integer >= 1"),
         (["--nproc-per-node=0"], "--nproc-per-node: '0' must be an integer >= 1"),
         (["--nnodes=2"], "--master-addr: needed"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "x"], "ranks run from 0 to 1"),
         (["--", "--batch-size", "0"], "--batch-size: '0' must be an integer >= 1"),
         (["--", "--bad-option"], "unrecognized arguments: --bad-option"),
+        (["--", "--epoch", "2"], "unrecognized arguments: --epoch 2 (did you mean --epochs?); see --help"),
     ],
 )
 def test_launch_node_refuses_before_it_starts_anything(arguments: list[str], says: str) -> None:

@@ -230,6 +230,7 @@ def test_the_default_output_dir_is_named_after_what_was_built(
 
 def test_the_last_of_two_values_counts() -> None:
     assert Config.parse(["--epochs", "3", "--epochs", "4"]).epochs == 4
+    assert Config.parse(["--nproc-per-node", "2"]).nproc == 2, "the name that torchrun and launch_node.sh have"
 
 
 HUGE = "9" * 400
@@ -291,7 +292,9 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--timeout 0", ["--timeout", "'0'", "must be a number >= 1"]),
     ("--warn-after 0", ["--warn-after", "'0'", "must be a number >= 1"]),
     ("--learning-rate 0.1", ["--learning-rate", "--help"]),
-    ("--epoch 3", ["--epoch", "--help"]),  # abbreviations break when an option is added
+    ("--epoch 3", ["--epoch", "(did you mean --epochs?)", "--help"]),  # abbreviations break when an option is added
+    ("--batchsize=3", ["--batchsize=3", "(did you mean --batch-size?)"]),
+    ("--nproc-per-node 0", ["--nproc: '0' must be an integer >= 1"]),
     ("train", ["train", "--help"]),
 ]
 

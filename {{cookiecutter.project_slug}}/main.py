@@ -75,10 +75,12 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 schedule.set(run.epoch_progress())
 
                 for number, (inputs, targets) in enumerate(batches, start=1):
+                    train_loader.check_batch(inputs, targets)  # the first batch only
                     with accumulate(ddp_model, last=number == config.grad_accum_steps):
                         with autocast(config, ctx):
                             outputs = forward(ddp_model, inputs, targets)
                             loss = compute_loss(outputs, targets, config)
+                        train_loader.check_outputs(outputs, targets, loss)  # the first batch only
                         scaler.scale(loss / config.grad_accum_steps).backward()
                     meter.add(batch_totals(loss, outputs, targets))
 

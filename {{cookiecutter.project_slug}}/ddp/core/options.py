@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn
 
@@ -73,6 +74,7 @@ def option(
     per_process: bool = False,  # whether the processes of one run may have different values
     section: str = "training",  # of --help
     variable: str | None = None,  # an environment variable that sets the option too
+    alias: str | None = None,  # another name of the option, as another program calls it
 ) -> Any:
     """A dataclass field that is a command-line option."""
     if kind is None:
@@ -80,7 +82,14 @@ def option(
         assert default is not True, f"option({help!r}): name the opposite, with the default False: a flag only sets"
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         kind = number(type(default), -HUGE) if is_number else name
-    metadata = {"help": help, "kind": kind, "choices": tuple(choices), "section": section, "variable": variable}
+    metadata = {
+        "help": help,
+        "kind": kind,
+        "choices": tuple(choices),
+        "section": section,
+        "variable": variable,
+        "alias": alias,
+    }
     metadata |= {"may_change_on_resume": may_change_on_resume, "per_process": per_process}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -93,6 +102,8 @@ def flag_of(field_name: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """Raises UsageError with one line, where argparse would print the usage and exit in every process."""
 
+    unknown_hint = ""  # what is said about an option that does not exist
+
     def __init__(self, **settings: Any) -> None:
         layout = partial(argparse.HelpFormatter, max_help_position=34, width=110)
         super().__init__(**{"formatter_class": layout, "allow_abbrev": False, **settings})
@@ -103,7 +114,17 @@ class OptionParser(argparse.ArgumentParser):
         return super().parse_known_args([with_hyphens(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+        message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
+        if message.startswith("unrecognized"):
+            first = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+            near = (
+                get_close_matches(first, self._option_string_actions, n=1, cutoff=0.75)
+                if first.startswith("--")
+                else []
+            )
+            message += f" (did you mean {near[0]}?)" if near else ""
+            message += self.unknown_hint
+        raise UsageError(f"{message}; see --help")
 
     def add_options(self, options_class: Any) -> None:
         """Add every option of a dataclass: in each section of --help, its own before those that it inherits."""
@@ -118,7 +139,8 @@ class OptionParser(argparse.ArgumentParser):
                 help += f" [{item.metadata['variable']}]" if item.metadata["variable"] else ""
                 settings = {"choices": choices} if choices else {"type": kind, "metavar": kind.__name__.upper()}
             settings |= {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
-            self.sections[section].add_argument(flag_of(item.name), **settings)
+            names = [flag_of(item.name), *filter(None, [item.metadata["alias"]])]
+            self.sections[section].add_argument(*names, **settings)
 
 
 def with_hyphens(argument: str) -> str:

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import linecache
 import multiprocessing
 import os
 import re
@@ -32,6 +33,8 @@ from ddp.core.files import atomic_write
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 KILLED_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.DOTALL)
 NOT_DETERMINISTIC = re.compile(r"^(?:\w+: )?(.+?) does not have a deterministic implementation, but", re.MULTILINE)
+NOT_TWO = re.compile(r"^(too many|not enough) values to unpack \(expected 2\b")
+TARGET_OUT_OF_BOUNDS = re.compile(r"^Target (-?\d+) is out of bounds")
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
@@ -133,9 +136,22 @@ def translate_exception(error: BaseException) -> BaseException:
     if found := NOT_DETERMINISTIC.search(text):
         operation = f"{found[1]}{_called_in(error)} has no deterministic form on this device"
         return UsageError(f"--deterministic: {operation}: replace this operation, or remove --deterministic")
+    if isinstance(error, ValueError) and NOT_TWO.search(text) and _reads_batches(error):
+        remedy = "return two values from __getitem__ in data.py, or make them in `prepare`"
+        return UsageError(f"a batch is not (inputs, targets){_called_in(error)}: {remedy}")
+    if isinstance(error, IndexError) and (label := TARGET_OUT_OF_BOUNDS.search(text)):
+        remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"
+        return UsageError(f"a label is {label[1]}, for which the model has no output{_called_in(error)}: {remedy}")
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
         return SetupError(_out_of_memory(text))
     return error
+
+
+def _reads_batches(error: BaseException) -> bool:
+    """Whether a loop of main.py over batches raised `error`."""
+    frame = stack_of_error(error.__traceback__)[0]
+    code = linecache.getline(frame.file, frame.line)
+    return is_owner_file(frame.file) and bool(re.match(r"\s*for .*\binputs, targets\b", code))
 
 
 def _called_in(error: BaseException) -> str:

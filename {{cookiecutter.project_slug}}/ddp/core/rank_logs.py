@@ -74,7 +74,10 @@ def dump_stacks(main: list[Frame] | None = None) -> None:
     parts = [("main thread", main or stack_of(main_thread))]
     parts += [(f"thread {names.get(thread, thread)}", stack_of(thread)) for thread in others]
     stacks = "\n".join(f"{name}:\n{format_stack(stack)}" for name, stack in parts)
-    print_line(f"is here (innermost call first; > marks your files):\n{stacks}", process_exit.rank)
+    print_line(
+        f"the stacks of rank {process_exit.rank} (innermost call first; > marks your files):\n{stacks}",
+        process_exit.rank,
+    )
 
 
 class _Tee:

@@ -55,7 +55,7 @@ class RunConfig:
 
     device: str = _distributed("auto", "auto: the GPUs if there are any", choices=("auto", "cuda", "cpu"), may_change_on_resume=True)
     backend: str = _distributed("auto", "auto: nccl if every process has its own GPU, else gloo", choices=("auto", "nccl", "gloo", "mpi"), may_change_on_resume=True)
-    nproc: int | None = _distributed(None, "start this many processes on this machine", kind=positive, may_change_on_resume=True, per_process=True)
+    nproc: int | None = _distributed(None, "start this many processes, on this machine; launch_node.sh does so on each of several machines", kind=positive, alias="--nproc-per-node", may_change_on_resume=True, per_process=True)
     rank: int | None = _distributed(None, "rank of this process, if no launcher sets it", kind=non_negative, may_change_on_resume=True, per_process=True)
     world_size: int | None = _distributed(None, "number of processes, if no launcher sets it", kind=positive, may_change_on_resume=True)
     local_rank: int | None = _distributed(None, "rank of this process on its machine, if no launcher sets it", kind=non_negative, may_change_on_resume=True, per_process=True)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ddp.core.errors import SetupError, UsageError
+from ddp.data.first_batch import explain_collate_error
 from ddp.distributed.seeds import derive_seed
 from ddp.distributed.tree import map_tensors
 
@@ -127,7 +128,14 @@ class SeededReader(Dataset):
                 self.checked = True
                 self._check(indices[0])
             batch = self.read(indices)
-        return self.collate(batch) if isinstance(batch, list) else batch
+        if not isinstance(batch, list):
+            return batch
+        try:
+            return self.collate(batch)
+        except (RuntimeError, TypeError) as error:
+            if getattr(self.collate, "__func__", None) is not BatchDataset.collate:
+                raise  # the owner's own
+            raise explain_collate_error(error, batch, type(self.dataset).__name__) from error
 
     def read(self, indices: list[int]) -> Any:
         """The samples as a list; or as one batch, if that is what the dataset's own __getitems__ returns."""

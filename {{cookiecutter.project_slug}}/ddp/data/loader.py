@@ -1,7 +1,7 @@
 """The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import UsageError
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset, SeededReader, data_name, hooks_of, keep_random_state
+from ddp.data.first_batch import check_batch, check_outputs
 from ddp.data.sampler import ResumableSampler
 from ddp.data.workers import start_workers
 from ddp.distributed.process_group import DistContext, available_cores, plural
 from ddp.distributed.seeds import derive_seed, seed_everything
 from ddp.distributed.stop_sync import StopRequested
-from ddp.distributed.tree import map_tensors
+from ddp.distributed.tree import leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
 MAX_WORKERS = 8  # per process, unless --workers asks for more
@@ -78,6 +79,18 @@ class TrainLoader(_Loader):
             )
         self.name = data_name(dataset)
         self.wait_s = 0.0
+        self.first = True  # whether the first batch has not been checked yet
+
+    def check_batch(self, inputs: Any, targets: Any) -> None:
+        """Of the first batch: refuse images of PIL, and labels without a class. Raises UsageError."""
+        if self.first:
+            check_batch(inputs, targets, self.dataset, self.name)
+
+    def check_outputs(self, outputs: Any, targets: Any, loss: Any) -> None:
+        """Of the first batch: refuse a loss without gradient, and outputs that do not fit the classes. UsageError."""
+        if self.first:
+            self.first = False
+            check_outputs(outputs, targets, loss, self.dataset)
 
     def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
         """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
@@ -143,19 +156,11 @@ def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:
     """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
     tensors: list[torch.Tensor] = []
     map_tensors(chunk, tensors.append)
-    others = [leaf for leaf in _leaves(chunk) if not isinstance(leaf, torch.Tensor | None)]
+    others = [leaf for leaf in leaves(chunk) if not isinstance(leaf, torch.Tensor | None)]
     if others or any(tensor.dim() == 0 or len(tensor) != rows for tensor in tensors):
         raise UsageError("a dataset with a chunk_size needs tensors with one row per sample; otherwise, leave it at 1")
     for first in range(0, rows, batch_size):
         yield map_tensors(chunk, lambda part, first=first: _aligned(part[first : first + batch_size]))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping | list | tuple):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _leaves(part)
-    else:
-        yield tree
 
 
 def _aligned(part: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,10 @@ from ddp.core.call_site import Frame, by_site, call_site, names
 
 RECORDED = 64  # collectives that are kept
 DIFFERENT_SHAPES = ("scatter", "gather")  # the ranks may pass tensors of different shapes to these
-MISMATCH_ADVICE = "all ranks must call the same collectives in the same order; check code that depends on the rank"
+MISMATCH_ADVICE = (
+    "all ranks must make the same collective calls, in the same order and with tensors of the same shape; check code "
+    "that depends on the rank, and calls that only one rank makes"
+)
 
 
 class Collective(NamedTuple):
@@ -80,15 +83,35 @@ def first_difference(logs: dict[int, list[Collective]], *, compare_sites: bool =
     return {}
 
 
-def explain_mismatch(different: dict[int, Collective]) -> str:
-    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`, and what to do about it."""
+def explain_mismatch(logs: dict[int, list[Collective]]) -> str:
+    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`, and what to do; or empty.
+
+    Calls that only look alike may have met before: the line of the first of them says more than that of the error.
+    """
+    different = first_difference(logs)
+    if not different:
+        return ""
+    earlier = first_difference(logs, compare_sites=True)
+    places = {rank: each.site or "?" for rank, each in earlier.items()}
+    met = f"{next(iter(earlier.values())).operation} of {_at_each(places)} met before"
     same_operation = len({each.operation for each in different.values()}) == 1
     calls = {}
     for rank, each in different.items():
         tensors = f" of {each.tensors}" if same_operation and each.tensors else ""
         calls[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
     called = ", but ".join(f"{names(ranks)} called {call}" for call, ranks in by_site(calls).items())
-    return f"{called}: {MISMATCH_ADVICE}"
+    return f"{called}{f' ({met})' if earlier != different else ''}: {MISMATCH_ADVICE}"
+
+
+def explain_other_number(logs: dict[int, list[Collective]]) -> str:
+    """The same, if ranks have called different numbers of collectives."""
+    places = {rank: each.site or "?" for rank, each in first_difference(logs, compare_sites=True).items()}
+    met = f"{_at_each(places)} met" if places else "the ranks are at different steps"
+    return explain_mismatch(logs) or f"{met}: {MISMATCH_ADVICE}"
+
+
+def _at_each(places: dict[int, str]) -> str:
+    return " and ".join(f"{names(ranks)} at {place}" for place, ranks in by_site(places).items())
 
 
 def collective_count(device: torch.device | None = None) -> int:

@@ -34,7 +34,7 @@ from ddp.core.errors import (
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
 from ddp.core.stop_signal import stop_signal
-from ddp.distributed.collective_log import explain_mismatch, first_difference, recorded_collectives
+from ddp.distributed.collective_log import explain_mismatch, recorded_collectives
 from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report, explain
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.stop_sync import StopSync
@@ -257,8 +257,8 @@ class FailureMonitor:
             return None
         dump_stacks()
         reports = self.liveness.reports()
-        if different := first_difference({rank: report.collectives for rank, report in reports.items()}):
-            return CollectiveMismatch(explain_mismatch(different))
+        if mismatch := explain_mismatch({rank: report.collectives for rank, report in reports.items()}):
+            return CollectiveMismatch(mismatch)
         waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
         sites = by_site({rank: report.site for rank, report in reports.items()})
         places = "; ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp.core.call_site import by_site, call_site, names, stack_of
 from ddp.core.errors import CollectiveMismatch, PeerLost, RankHangs
-from ddp.distributed.collective_log import Collective, explain_mismatch, first_difference, recorded_collectives
+from ddp.distributed.collective_log import Collective, explain_mismatch, recorded_collectives
 
 ANSWER_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5.0  # one rank at a time asks who is alive
@@ -89,9 +89,8 @@ class Liveness:
 
 def explain(reports: dict[int, Report], busy: list[int], timeout: float) -> PeerLost:
     """Why a collective broke although all ranks are alive. `busy`: those that did not take part in it for `timeout`."""
-    different = first_difference({rank: report.collectives for rank, report in reports.items()})
-    if different:
-        return CollectiveMismatch(explain_mismatch(different))
+    if mismatch := explain_mismatch({rank: report.collectives for rank, report in reports.items()}):
+        return CollectiveMismatch(mismatch)
     waited = {rank: report.site for rank, report in reports.items() if rank not in busy}
     where = " and ".join(f"{names(ranks)} waited at {site}" for site, ranks in by_site(waited).items() if site)
     if not busy:
@@ -99,6 +98,6 @@ def explain(reports: dict[int, Report], busy: list[int], timeout: float) -> Peer
     sites = by_site({rank: reports[rank].site for rank in busy if rank in reports})
     places = " and ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
     details = ", while ".join(part for part in (places, where) if part)
-    stack = f"{'its stack' if len(busy) == 1 else 'their stacks'} above"
     late = f"{names(busy)} did not respond for {timeout:g} s (--timeout)"
-    return RankHangs(f"{late}{f': {details}' if details else ''}; see {stack}")
+    stacks = f"the {'stack' if len(busy) == 1 else 'stacks'} of {names(busy)}"
+    return RankHangs(f"{late}{f': {details}' if details else ''}; see {stacks}")

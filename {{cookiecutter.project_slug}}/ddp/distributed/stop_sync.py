@@ -9,14 +9,7 @@ import torch.distributed as dist
 
 from ddp.core.errors import CollectiveMismatch
 from ddp.core.stop_signal import stop_signal
-from ddp.distributed.collective_log import (
-    MISMATCH_ADVICE,
-    Collective,
-    collective_count,
-    explain_mismatch,
-    first_difference,
-    recorded_collectives,
-)
+from ddp.distributed.collective_log import Collective, collective_count, explain_other_number, recorded_collectives
 from ddp.distributed.streams import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
@@ -82,6 +75,4 @@ class StopSync:
         """What the ranks did differently, as far as it was recorded. Call on every rank."""
         logs: list[list[Collective]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(logs, recorded_collectives())
-        by_rank = dict(enumerate(logs))
-        different = first_difference(by_rank) or first_difference(by_rank, compare_sites=True)
-        return explain_mismatch(different) if different else f"the ranks are at different steps: {MISMATCH_ADVICE}"
+        return explain_other_number(dict(enumerate(logs)))

@@ -1,6 +1,6 @@
 """Trees of tensors, such as batches and state_dicts: apply a function to each tensor."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
@@ -24,3 +24,12 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
         return container(map_tensors(part, function, kind) for part in tree)
     return tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in the dictionaries, lists and tuples of `tree`, whatever it is."""
+    if isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(part)
+    else:
+        yield tree

@@ -2,17 +2,15 @@
 
 import argparse
 import os
-import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp.core.errors import UsageError
 from ddp.core.options import OptionParser, environment_arguments, non_negative, number, option, positive, with_hyphens
 from ddp.core.run_config import RunConfig
 
 DEFAULT_RESTARTS = 3  # on several machines
-NPROC_ALIAS = re.compile("^--nproc(?==|$)")
 _port = number(int, 1, max=65535)
 _option = partial(option, section="options")
 
@@ -28,7 +26,7 @@ class JobOptions:
     """Options that are the same on every machine. A launcher for several machines passes them on."""
 
     nproc_per_node: int = _option(None, "processes on each machine (default: one per GPU; 1 without a GPU)",
-                                  kind=positive, variable="NPROC_PER_NODE")
+                                  kind=positive, variable="NPROC_PER_NODE", alias="--nproc")
     master_addr: str = _option("", "address of the machine with --node-rank 0", kind=host, variable="MASTER_ADDR")
     master_port: int = _option(29500, "a free port of that machine", kind=_port, variable="MASTER_PORT")
     max_restarts: int = _option(None, "restart up to N times after a lost process (default: 0; 3 on several machines)",
@@ -59,6 +57,8 @@ class LaunchOptions(JobOptions):
 class LauncherParser(OptionParser):
     """Reads a command line with options of the launcher before a `--` and options of main.py after it."""
 
+    unknown_hint = "; put options of main.py after --"
+
     def __init__(self, options_class: type, **texts: str) -> None:
         layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=120)
         super().__init__(formatter_class=layout, **texts)
@@ -66,16 +66,13 @@ class LauncherParser(OptionParser):
         self.options_class = options_class
         self.add_options(options_class)
 
-    def error(self, message: str) -> NoReturn:
-        hint = "; put options of main.py after --" if message.startswith("unrecognized") else ""
-        super().error(message + hint)
-
     def read(self, words: list[str], config_class: type[RunConfig]) -> tuple[dict[str, Any], RunConfig, list[str]]:
         """The launcher's options that are set, those of main.py, and the latter as words. Raises UsageError."""
         end = words.index("--") if "--" in words else len(words)
         own, main_options = words[:end], words[end + 1 :]
-        own = [NPROC_ALIAS.sub("--nproc-per-node", with_hyphens(word)) for word in own]
-        flags = {word.partition("=")[0] for word in own}
+        actions = self._option_string_actions
+        names = (with_hyphens(word).partition("=")[0] for word in own)
+        flags = {actions[name].option_strings[0] for name in names if name in actions}
         variables = environment_arguments(self.options_class, os.environ)  # only for options that are not in `own`
         given = vars(self.parse_args([*(word for word in variables if word.partition("=")[0] not in flags), *own]))
         config = config_class.parse(main_options)
