@@ -132,7 +132,7 @@ class Evaluation:
 
 def evaluate_in_turns(bench: Bench, options: Sequence[str], ctx: DistContext) -> list[tuple[float, float]]:
     """Images/s of evaluate() and of the limit, in turns without the first one. Call on every rank."""
-    config, test_set = Config.parse(options), bench.sets["cifar10"][1]
+    config, test_set = Config.parse(options), bench.sets["cifar10"].test
     eval_loader, model = EvalLoader(test_set, config, ctx), build_model(config, test_set)
     inputs, targets = (part[: config.batch_size].clone() for part in next(iter(eval_loader)))
     batches = -(-eval_loader.length // (ctx.world_size * config.batch_size))

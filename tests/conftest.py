@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A synthetic dataset of 640 training and 101 test images, so that an epoch takes a moment."""
     import data
 
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 640, "test": 101})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 640, "val": 101})
 
 
 def pytest_configure(config: pytest.Config) -> None:

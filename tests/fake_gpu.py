@@ -82,11 +82,11 @@ def compute(config: Config, hooks: Any, batch: Any, network: torch.nn.Module, fa
 
 def main(options: list[str]) -> None:
     config = Config.parse([*options, "--batch-size", "8"])
-    train_set, test_set = data.load_datasets(config)
+    train_set, val_set, test_set = data.load_datasets(config)
     network = task.build_model(config, train_set)
     for memory in (1 << 40, 100):  # data held in memory move to the GPU, or do not fit
         torch.cuda.mem_get_info = lambda device, memory=memory: (memory, memory)
-        for dataset, epoch in ((train_set, 1), (test_set, EVALUATION)):
+        for dataset, epoch in ((train_set, 1), (val_set or test_set, EVALUATION)):
             dataset, on_gpu = copy.deepcopy(dataset), copy.deepcopy(network)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             with fake:

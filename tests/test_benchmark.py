@@ -37,6 +37,7 @@ from torch.utils.data import TensorDataset
 from config import Config
 from ddp.core.options import option
 from ddp.core.run_config import RunConfig
+from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from ddp.training.wrapping import autocast
 from processes import on_ranks
@@ -134,7 +135,7 @@ class OneOption(RunConfig):
 
 def test_it_measures_a_task_without_the_options_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
     points = TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
-    monkeypatch.setattr(benchmark, "load_datasets", lambda config: (points, points))
+    monkeypatch.setattr(benchmark, "load_datasets", lambda config: Datasets(points, points))
     monkeypatch.setattr(benchmark, "build_model", lambda config, train_set: nn.Linear(3, 1))
     monkeypatch.setattr(
         benchmark, "build_optimizer", lambda model, config: torch.optim.SGD(model.parameters(), config.lr)

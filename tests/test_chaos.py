@@ -172,7 +172,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of random images in two classes."""
     root = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
-    for split, each in (("train", TRAIN // 2), ("test", TEST // 2)):
+    for split, each in (("train", TRAIN // 2), ("val", TEST // 2)):
         for label in ("cat", "dog"):
             (root / split / label).mkdir(parents=True)
             for number in range(each):

@@ -120,7 +120,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2, 4 and 6."""
     import data
 
-    sizes, data.SYNTHETIC_SIZES = data.SYNTHETIC_SIZES, {"train": 640, "test": 101}
+    sizes, data.SYNTHETIC_SIZES = data.SYNTHETIC_SIZES, {"train": 640, "val": 101}
     output = tmp_path_factory.mktemp("trained")
     train(1, "--dataset", "synthetic", "--checkpoint-every", 2, "--max-steps", 6, "--output-dir", output)
     data.SYNTHETIC_SIZES = sizes
@@ -188,7 +188,7 @@ def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
     assert set(content) == {
         *("format", "sources", "classes"),
         *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "samples_consumed"),
-        *("best", "best_step", "best_metrics", "evaluated_step"),
+        *("best", "best_step", "best_metrics", "evaluated_step", "epochs_since_best"),
         *("config", "world_size", "global_batch", "samples", "random", "started_from"),
     }
     assert (content["step"], content["epoch"], content["samples_consumed"]) == (6, 0, 6 * 64)

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -49,7 +50,7 @@ from data import MEAN, STD, build_transforms
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.stop_signal import stop_signal
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.images import ImageFiles, ImagesInMemory, decode_once
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import ResumableSampler
@@ -261,14 +262,14 @@ def test_four_processes_started_together_download_once(
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
-    assert "cifar10: 40 training samples, 6 test samples" in outputs[0]
+    assert "cifar10: 36 training, 4 validation, 6 test samples" in outputs[0]
     assert fake.downloads() == 1
 
 
 def test_cifar10_is_read_as_torchvision_reads_it(cifar10: Callable[..., FakeCifar10]) -> None:
     fake = cifar10(None)
     fake.unpack()
-    train_set, test_set = data.load_datasets(options("--data-dir", fake.root))
+    train_set, _, test_set = data.load_datasets(options("--data-dir", fake.root, "--val-fraction", 0))
     for ours, theirs in ((train_set, CIFAR10(fake.root)), (test_set, CIFAR10(fake.root, train=False))):
         targets, _ = ours.__getitems__(list(range(len(theirs))))
         assert torch.equal(ours.images, torch.from_numpy(theirs.data).permute(0, 3, 1, 2))
@@ -297,7 +298,7 @@ def test_an_archive_put_into_the_folder_by_hand_needs_no_network(cifar10: Callab
     fake = cifar10(None)
     fake.root.mkdir()
     fake.archive.write_bytes(fake.bytes)
-    assert "cifar10: 40 training samples, 6 test samples" in fake.train()
+    assert "cifar10: 36 training, 4 validation, 6 test samples" in fake.train()
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
@@ -363,13 +364,14 @@ def test_a_download_that_was_cut_off_is_finished_by_the_next_run(cifar10: Callab
 
 
 def test_synthetic_images_are_shaped_like_those_of_cifar10() -> None:
-    train_set, test_set = data.load_datasets(options("--dataset", "synthetic"))
-    for dataset, length in ((train_set, 10_000), (test_set, 2_000)):
+    train_set, val_set, test_set = data.load_datasets(options("--dataset", "synthetic"))
+    for dataset, length in ((train_set, 10_000), (val_set, 2_000), (test_set, 2_000)):
         assert (dataset.images.shape, dataset.images.dtype) == ((length, 3, 32, 32), torch.uint8)
         assert (dataset.targets.shape, dataset.targets.dtype) == ((length,), torch.int64)
         assert set(dataset.targets.tolist()) == set(range(10))
     assert len(train_set.classes) == 10
     assert not torch.equal(train_set.images[:2000], test_set.images)
+    assert not torch.equal(val_set.images, test_set.images)
 
 
 def test_synthetic_images_follow_from_the_seed_alone(small: None) -> None:
@@ -406,7 +408,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def from_folder(folder: Path, *more: Any) -> tuple[Any, Any]:
+def from_folder(folder: Path, *more: Any) -> Datasets:
     return data.load_datasets(options("--dataset", "imagefolder", "--data-dir", folder, *more))
 
 
@@ -417,31 +419,65 @@ def refusal(folder: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["val", "test"])
-def test_an_image_folder_has_train_and_val_or_test(images: Path, name: str) -> None:
+def test_an_image_folder_has_train_val_and_test(images: Path) -> None:
     draw(images / "train" / "cat" / "blue.png", "blue")
-    (images / "val").rename(images / name)
-    train_set, test_set = from_folder(images)
-    assert (len(train_set), len(test_set)) == (5, 4)
-    assert train_set.classes == test_set.classes == ["cat", "dog"]
+    for name in ("cat", "dog"):
+        draw(images / "test" / name / "0.png")
+    train_set, val_set, test_set = from_folder(images)
+    assert (len(train_set), len(val_set), len(test_set)) == (5, 4, 2)
+    assert train_set.classes == val_set.classes == test_set.classes == ["cat", "dog"]
     targets, _, pictures = train_set.__getitems__([0, 2, 4])
     assert targets.tolist() == [0, 0, 1]
     assert pictures[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 0, 255], [255, 0, 0]]
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_without_val_a_part_of_the_training_images_validates(images: Path, tmp_path: Path, cache: bool) -> None:
+    """The same number of each class; and never an image of the test set, nor one that is trained on."""
+    shutil.rmtree(images / "val")
+    for name, number in itertools.product(("cat", "dog"), range(20)):
+        draw(images / "train" / name / f"{number}.png", (number, 0, 0))
+    more = ("--cache", tmp_path / "cache") if cache else ()
+    train_set, val_set, test_set = from_folder(images, "--val-fraction", 0.2, *more)
+    assert (len(train_set), len(val_set), test_set) == (32, 8, None)
+
+    def samples(dataset: Any) -> set[tuple[int, int]]:
+        targets, _, *pictures = dataset.__getitems__(list(range(len(dataset))))
+        pictures = pictures[0] if pictures else dataset.images
+        return {(int(target), int(each[0, 0, 0])) for target, each in zip(targets, pictures, strict=True)}
+
+    trained, validates = samples(train_set), samples(val_set)
+    assert trained | validates == set(itertools.product((0, 1), range(20))) and not trained & validates
+    assert [sum(target == label for target, _ in validates) for label in (0, 1)] == [4, 4]
+    assert samples(from_folder(images, "--val-fraction", 0.2, *more).val) == validates
+    assert samples(from_folder(images, "--val-fraction", 0.2, "--seed", 1, *more).val) != validates
+    assert from_folder(images, "--val-fraction", 0, *more).val is None
+    assert len(from_folder(images, *more).val) == 4, "a tenth"
+
+
+def test_a_val_fraction_that_cannot_be_had_is_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--val-fraction: {images}/val has the validation set"):
+        from_folder(images, "--val-fraction", 0.2)
+    with pytest.raises(UsageError, match="synthetic has a validation set"):
+        options("--dataset=synthetic", "--val-fraction=0.2")
+    (images / "val").rename(images / "test")
+    with pytest.raises(SetupError, match=r"--val-fraction 0\.1 of each class is less than one sample: "):
+        from_folder(images)
 
 
 def test_a_run_on_a_folder_that_is_not_there_ends_with_one_line(tmp_path: Path) -> None:
     where = tmp_path / "nowhere"
     shared = ("--dataset", "imagefolder", "--data-dir", where, "--output-dir", tmp_path / "out", "--device", "cpu")
     output = train(1, *shared, code=3)
-    assert output == f"error: --data-dir {where}: needs train/CLASS/* and val/CLASS/* or test/CLASS/* in it\n"
+    needs = "needs train/CLASS/*, and if there are such, val/CLASS/* and test/CLASS/*"
+    assert output == f"error: --data-dir {where}: {needs}\n"
     assert not (tmp_path / "out").exists()
 
 
 @fault(31)
-@pytest.mark.parametrize("part", ["train", "val"])
-def test_a_folder_without_one_part_is_refused_by_name(images: Path, part: str) -> None:
-    (images / part).rename(images / "other")
-    assert refusal(images).startswith(f"--data-dir {images}: needs train/CLASS/* and val/CLASS/*")
+def test_a_folder_without_training_images_is_refused_by_name(images: Path) -> None:
+    (images / "train").rename(images / "other")
+    assert refusal(images).startswith(f"--data-dir {images}: needs train/CLASS/*, and if there are such, val/CLASS/*")
 
 
 def test_classes_that_differ_are_named(images: Path) -> None:
@@ -542,7 +578,7 @@ def test_odd_images_are_trained_on_by_two_processes_with_two_workers(images: Pat
         draw(images / "train" / "cat" / f"odd{number}.png", "green", size, mode)
     shared = ("--dataset", "imagefolder", "--data-dir", images, "--output-dir", tmp_path / "out", "--device", "cpu")
     output = train(2, *shared, "--batch-size", 2, "--workers", 2, "--epochs", 2)
-    assert "10 training samples, 4 test samples" in output
+    assert "10 training, 4 validation samples; no test set" in output
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg"])
@@ -1029,7 +1065,7 @@ def test_a_dictionary_of_inputs_becomes_keyword_arguments(
         return {"loss": loss.detach() * len(targets), "count": len(targets), "correct": correct}
 
     for module in (main, benchmark):
-        monkeypatch.setattr(module, "load_datasets", lambda config: (kind(), kind()))
+        monkeypatch.setattr(module, "load_datasets", lambda config: Datasets(kind(), kind()))
         monkeypatch.setattr(module, "build_model", lambda config, train_set: Sum())
         monkeypatch.setattr(module, "compute_loss", lambda outputs, targets, config: F.l1_loss(outputs, targets))
     monkeypatch.setattr(main, "batch_totals", batch_totals)
@@ -1100,11 +1136,11 @@ def test_whatever_the_sizes_no_rank_waits_for_another_in_vain(world_size: int) -
 def test_a_run_ends_well_with_any_numbers_of_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int, tests: int, world_size: int, batch: int
 ) -> None:
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": samples, "test": tests})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": samples, "val": tests})
     shared = ("--dataset=synthetic", "--device=cpu", "--output-dir", tmp_path, "--timeout=20", "--log-every=1")
     train(world_size, *shared, "--batch-size", batch, "--epochs", 2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["count"] for line in lines if line["split"] == "test"] == [tests, tests]
+    assert [line["count"] for line in lines if line["split"] == "val"] == [tests, tests]
     steps = [line["step"] for line in lines if line["split"] == "train"]
     assert steps == list(range(1, 2 * (samples // (world_size * batch)) + 1))
 
@@ -1114,7 +1150,7 @@ def test_a_run_ends_well_with_any_numbers_of_samples(
 def test_a_run_that_would_take_no_step_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, batch: int, passes: int
 ) -> None:
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 7, "test": 5})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 7, "val": 5})
     shared = ("--dataset=synthetic", "--device=cpu", "--output-dir", tmp_path)
     output = train(world_size, *shared, "--batch-size", batch, "--grad-accum-steps", passes, code=2)
     message = the_error(output)
@@ -1128,8 +1164,8 @@ def test_processes_that_find_different_data_are_told_at_once(
 ) -> None:
     """As two machines do, when one has the whole dataset and the other a part."""
 
-    def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-        return Numbers(100 if next(machine) == 0 else 50), Numbers(7)
+    def load_datasets(config: Config) -> Datasets:
+        return Datasets(Numbers(100 if next(machine) == 0 else 50), Numbers(7))
 
     class Machine:
         """0 in the process that comes first, 1 in the other."""
@@ -1257,7 +1293,7 @@ def test_a_run_on_a_plain_dataset_with_a_hook_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = type("Mine", (Numbers,), {"prepare": lambda self, batch: batch})(8)
-    monkeypatch.setattr(main, "load_datasets", lambda config: (dataset, Numbers(7)))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(dataset, Numbers(7)))
     monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 16))
     output = train(2, "--device=cpu", "--batch-size=4", "--output-dir", tmp_path / "out", code=2)
     assert the_error(output) == f"error: dataset Mine has prepare: {SUBCLASS}"
@@ -1381,7 +1417,7 @@ def test_the_datasets_of_torch_are_batched(make: Callable[[], Dataset]) -> None:
 
 def test_a_part_of_the_images_is_still_prepared(small: None) -> None:
     def batches_of_rank(ctx: DistContext) -> list[torch.dtype]:
-        whole, _ = data.load_datasets(options("--dataset=synthetic"))
+        whole, *_ = data.load_datasets(options("--dataset=synthetic"))
         loader = TrainLoader(Subset(whole, range(64)), options("--batch-size=32", "--workers=0"), ctx)
         return [inputs.dtype for batches in loader.steps(0) for inputs, targets in batches]
 
@@ -1391,10 +1427,10 @@ def test_a_part_of_the_images_is_still_prepared(small: None) -> None:
 def test_another_dataset_and_model_are_trained_without_a_change_to_main(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "load_datasets", lambda config: (Numbers(16), Numbers(7)))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Numbers(16), Numbers(7)))
     monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 16))
     output = train(2, "--device=cpu", "--workers=0", "--batch-size=4", "--epochs=2", "--output-dir", tmp_path)
-    assert "16 training samples, 7 test samples" in output
+    assert "16 training, 7 validation samples; no test set" in output
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------

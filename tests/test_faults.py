@@ -195,10 +195,10 @@ def test_a_stop_in_the_evaluation_repeats_it_after_a_resume(
         time.sleep(0.01)
     os.kill(ranks.pids[1], signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.output()
-    assert not any("test" in line for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
+    assert not any('"val"' in line for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
     train(2, *options, tmp_path / "cut")
     results = [
-        [line for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
+        [line for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines() if '"val"' in line]
         for run in ("whole", "cut")
     ]
     assert results[0] == results[1] and len(results[0]) == (1 if steps else 2)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 import main
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.first_batch import check_batch, check_outputs
 from faults import fault
 from processes import train
@@ -46,7 +46,7 @@ def image(*size: int) -> torch.Tensor:
 def outcome(monkeypatch: pytest.MonkeyPatch, folder: Path, dataset: Dataset, *options: Any, world_size: int = 1) -> str:
     """What a run with this training set prints. It exits with 2, in one line, before its first step."""
     test_set = Samples(lambda index: (image(), index % 10))
-    monkeypatch.setattr(main, "load_datasets", lambda config: (dataset, test_set))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(dataset, test_set))
     common = ("--batch-size", 4, "--log-every", 1, "--epochs", 1, "--output-dir", folder)
     output = train(world_size, *common, *(options or ("--workers", 0)), code=2)
     found = [line for line in output.splitlines() if "error: " in line or "is exiting because" in line]
@@ -190,6 +190,6 @@ def test_an_error_in_the_owners_collate_is_not_explained(monkeypatch: pytest.Mon
             raise TypeError("a bug of the owner's")
 
     test_set = Samples(lambda index: (image(), 0))
-    monkeypatch.setattr(main, "load_datasets", lambda config: (Own(), test_set))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Own(), test_set))
     output = train(1, "--batch-size", 4, "--workers", 0, "--output-dir", tmp_path, code=1)
     assert "Traceback" in output and "TypeError: a bug of the owner's" in output

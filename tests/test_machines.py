@@ -71,7 +71,7 @@ def trained(output: Path) -> str:
     """The hash of model and optimizer in the last checkpoint. Each step must have been logged once."""
     ends = list(range(PER_EPOCH, STEPS + 1, PER_EPOCH))
     assert [line["step"] for line in lines(output, "train")] == sorted({*range(10, STEPS + 1, 10), *ends})
-    assert [line["step"] for line in lines(output, "test")] == ends
+    assert [line["step"] for line in lines(output, "val")] == ends
     return weights_and_momentum(output / "checkpoints" / f"step_{STEPS:08d}.pt")
 
 
@@ -108,7 +108,7 @@ def count_correct(path: Path) -> int:
     from data import load_datasets
     from model import ToyModel
 
-    _, test_set = load_datasets(Config.parse(["--dataset", "synthetic"]))
+    test_set = load_datasets(Config.parse(["--dataset", "synthetic"])).test
     model = ToyModel()
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
     images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))))

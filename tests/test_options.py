@@ -36,7 +36,7 @@ from config import Config
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.options import OptionParser, option
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
@@ -116,7 +116,7 @@ ONE_STEP = (*PLAIN, "--max-steps", 1)
 def first_weights(*options: Any) -> Tensor:
     """The weights before the first step."""
     config = Config.parse([str(option) for option in ("--dataset", "synthetic", *options)])
-    train_set, _ = main.load_datasets(config)
+    train_set = main.load_datasets(config).train
     with torch.random.fork_rng():
         seed_everything(config.seed)
         return flat(main.build_model(config, train_set).state_dict())
@@ -160,7 +160,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 # For each option, a value that is not its default; None for an option without a value.
 VALUES: dict[str, str | None] = {
     **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
-    **dict(cache="other_where/in_there"),
+    **dict(cache="other_where/in_there", val_fraction="0.2", patience="5"),
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
     **dict(ema="0.99"),
     **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
@@ -218,14 +218,14 @@ def test_the_default_output_dir_is_named_after_what_was_built(
 ) -> None:
     """Not after the defaults of options that an owner's load_datasets and build_model do not read."""
     if edited:
-        datasets = [TensorDataset(torch.randn(64, 2), torch.zeros(64, dtype=torch.long)) for _ in range(2)]
-        datasets[0].name = "my numbers"  # type: ignore[attr-defined]
+        datasets = Datasets(*(TensorDataset(torch.randn(64, 2), torch.zeros(64, dtype=torch.long)) for _ in range(2)))
+        datasets.train.name = "my numbers"
         monkeypatch.setattr(main, "load_datasets", lambda config: datasets)
         monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Sequential(nn.Linear(2, 2)))
     monkeypatch.chdir(tmp_path)
     output = train(1, *words, "--dataset=synthetic", "--device=cpu", "--batch-size=8", "--max-steps=1")
     assert f"a new run, in {folder}\n" in output and list(tmp_path.glob("*/*")) == [tmp_path / folder]
-    assert ("my numbers: 64 training samples" in output) == edited
+    assert ("my numbers: 64 training, 64 validation samples" in output) == edited
 
 
 def test_the_last_of_two_values_counts() -> None:
@@ -238,6 +238,9 @@ HUGE = "9" * 400
 # A command line, and what its message must name: the option, and what is allowed.
 BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--cache where", ["--cache", "imagefolder", "cifar10 is in memory"]),
+    ("--val-fraction 0.95", ["--val-fraction", "'0.95'", "must be a number >= 0 and <= 0.9"]),
+    ("--dataset synthetic --val-fraction 0.2", ["--val-fraction", "synthetic has a validation set"]),
+    ("--patience 0", ["--patience", "'0'", "must be an integer >= 1"]),
     ("--dataset mnist", ["--dataset", "'mnist'", "cifar10", "synthetic", "imagefolder"]),
     ("--data-dir=", ["--data-dir", "path"]),
     ("--batch-size 0", ["--batch-size", "'0'", "must be an integer >= 1"]),
@@ -464,9 +467,21 @@ def test_a_run_trains_on_the_images_of_data_dir(tmp_path: Path) -> None:
                 Image.new("RGB", (32, 32)).save(tmp_path / "images" / part / name / f"{number}.png")
     options = ("--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--batch-size", 4)
     outcome = run(tmp_path / "out", *options, "--epochs", 1, "--cache", tmp_path / "cache")
-    assert "imagefolder: 12 training samples, 4 test samples" in outcome.output
+    assert "imagefolder: 12 training, 4 validation samples; no test set" in outcome.output
     assert outcome.checkpoint()["model"]["fc3.bias"].shape == (2,)
     assert [path.stat().st_size // 3072 for path in sorted((tmp_path / "cache").glob("*-32-*.npy"))] == [12, 4]
+
+
+@shows("val_fraction")
+def test_a_part_of_the_training_images_validates(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / "train" / name).mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (32, 32)).save(tmp_path / "images" / "train" / name / f"{number}.png")
+    options = ("--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--batch-size", 4, "--epochs", 1)
+    outcome = run(tmp_path / "out", *options, "--val-fraction", 0.25)
+    assert "imagefolder: 12 training, 4 validation samples; no test set" in outcome.output
+    assert [line["count"] for line in outcome.lines("val")] == [4]
 
 
 @shows("batch_size")
@@ -557,7 +572,7 @@ def test_a_batch_too_small_for_batchnorm_is_refused(tmp_path: Path, small: None)
 @shows("epochs")
 def test_every_epoch_is_trained_and_evaluated(tmp_path: Path, small: None) -> None:
     outcome = run(tmp_path, "--epochs", 3)
-    assert [(line["epoch"], line["step"]) for line in outcome.lines("test")] == [(1, 10), (2, 20), (3, 30)]
+    assert [(line["epoch"], line["step"]) for line in outcome.lines("val")] == [(1, 10), (2, 20), (3, 30)]
     assert outcome.checkpoint()["epoch"] == 3
 
 
@@ -607,6 +622,13 @@ def test_an_average_of_the_weights_is_kept(tmp_path: Path, small: None) -> None:
     content = run(tmp_path, *ONE_STEP, "--ema", 0.75).checkpoint()
     assert close(flat(content["ema"]), 0.75 * first_weights() + 0.25 * flat(content["model"]))
     assert not torch.equal(flat(content["ema"]), flat(content["model"]))
+
+
+@shows("patience")
+def test_a_run_without_progress_stops_after_this_many_epochs(tmp_path: Path, small: None) -> None:
+    """Nothing is learned at a rate of 1e-12. test_validation.py has more."""
+    outcome = run(tmp_path, "--lr", 1e-12, "--epochs", 9, "--patience", 2)
+    assert [line["epoch"] for line in outcome.lines("val")] == [1, 2, 3]
 
 
 @shows("lr_schedule")
@@ -672,7 +694,7 @@ def test_accumulation_gives_the_step_of_the_whole_batch(tmp_path: Path, small: N
 @shows("evaluate")
 def test_evaluate_reports_the_metrics_of_the_training_and_changes_nothing(tmp_path: Path, small: None) -> None:
     trained = run(tmp_path, "--epochs", 1)
-    metrics = trained.lines("test")[-1]
+    metrics = trained.lines("val")[-1]
 
     def files() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
@@ -687,11 +709,11 @@ def test_evaluate_reports_the_metrics_of_the_training_and_changes_nothing(tmp_pa
 @shows("evaluate")
 def test_evaluate_takes_the_path_of_a_checkpoint(tmp_path: Path, small: None) -> None:
     trained = run(tmp_path / "trained", "--epochs", 2)
-    first, second = ([line[name] for name in ("loss", "accuracy")] for line in trained.lines("test"))
+    first, second = ([line[name] for name in ("loss", "accuracy")] for line in trained.lines("val"))
     assert first != second
     path = tmp_path / "trained" / "checkpoints" / "step_00000010.pt"
     output = run(tmp_path / "other", "--evaluate", "--resume", path).output
-    assert "\nepoch 1  step 10  test   loss {:.4f}  accuracy {:.4f}".format(*first) in output, (
+    assert "\nepoch 1  step 10  val    loss {:.4f}  accuracy {:.4f}".format(*first) in output, (
         "an evaluation does not know the number of epochs"
     )
     assert not (tmp_path / "other").exists()
@@ -699,15 +721,15 @@ def test_evaluate_takes_the_path_of_a_checkpoint(tmp_path: Path, small: None) ->
 
 def test_a_checkpoint_of_the_run_itself_can_be_evaluated(tmp_path: Path, small: None) -> None:
     run(tmp_path, "--epochs", 1)
-    assert "  test   " in run(tmp_path, "--evaluate", "--resume", tmp_path / "best.pt").output
+    assert "  val    " in run(tmp_path, "--evaluate", "--resume", tmp_path / "best.pt").output
 
 
 def test_an_evaluation_accepts_a_batch_larger_than_the_training_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 40, "test": 101})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 40, "val": 101})
     run(tmp_path, "--batch-size", 20, "--epochs", 1)
-    assert "  test   " in run(tmp_path, "--evaluate", "--batch-size", 64).output
+    assert "  val    " in run(tmp_path, "--evaluate", "--batch-size", 64).output
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path, small: None) -> None:

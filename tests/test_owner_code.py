@@ -26,7 +26,7 @@ from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.state import UnsavedState, digest
 from ddp.core.errors import SetupError, UsageError
-from ddp.data.dataset import BatchDataset, check_datasets
+from ddp.data.dataset import BatchDataset, Datasets, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tree import map_tensors
@@ -46,7 +46,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "test": 51})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "val": 51})
 
 
 def options(*words: Any) -> Config:
@@ -174,7 +174,7 @@ def test_random_numbers_that_cannot_be_made_exact_are_refused(
     kind: type[Numbered], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch with random numbers that cannot be joined from its samples."""
-    monkeypatch.setattr(main, "load_datasets", lambda config: (kind(), kind()))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(kind(), kind()))
     message = f"error: dataset {kind.__name__} draws random numbers in __getitems__, .* return a list of samples, and "
     monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 2))
     assert re.match(message, the_error(train(1, "--workers=0", "--batch-size=8", "--output-dir", tmp_path, code=2)))
@@ -232,7 +232,7 @@ class SeededGenerator(Numbered):
 def test_a_hidden_stream_is_refused_with_one_line(
     kind: type[Numbered], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "load_datasets", lambda config: (Subset(kind(), range(24)), Numbered()))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Subset(kind(), range(24)), Numbered()))
     monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Linear(2, 2))
     given = ("--workers", workers, "--batch-size", 4, "--device=cpu", "--output-dir", tmp_path)
     error = the_error(train(2, *given, code=2))
@@ -343,7 +343,7 @@ class Countable(Endless):
 def test_a_stream_is_refused_before_the_model_is_built(
     stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "load_datasets", lambda config: (stream, Numbered()))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(stream, Numbered()))
     error = the_error(train(1, "--device=cpu", "--output-dir", tmp_path, code=2))
     kind = type(stream).__name__
     assert error.startswith(f"error: the training data ({kind}) are a stream, which cannot be read by index: ")
@@ -351,7 +351,27 @@ def test_a_stream_is_refused_before_the_model_is_built(
 
 def test_an_empty_test_set_is_refused() -> None:
     with pytest.raises(SetupError, match="there are no test samples"):
-        check_datasets(Numbered(), Numbered(0))
+        check_datasets(Datasets(Numbered(), None, Numbered(0)), options())
+    with pytest.raises(SetupError, match="there are no validation samples"):
+        check_datasets(Datasets(Numbered(), Numbered(0)), options())
+    assert check_datasets(Datasets(Numbered()), options()).val is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ((Numbered(), Numbered()), "2 values"),
+        (Numbered(), "a Numbered"),
+        (None, "a NoneType"),
+        (Datasets(None, Numbered()), "no training set"),
+    ],
+)
+def test_what_load_datasets_must_return(
+    returned: Any, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "load_datasets", lambda config: returned)
+    error = the_error(train(1, "--device=cpu", "--output-dir", tmp_path, code=2))
+    assert error.startswith(f"error: load_datasets in data.py returned {found}: return Datasets(train, val, test)")
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
@@ -497,16 +517,16 @@ def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate
         [contents[1][name] for name in ("model", "ema")]
     )
     assert digest(contents[0]["ema"]) != digest(contents[0]["model"])
-    trained = lines(whole, "test")[-1]
+    trained = lines(whole, "val")[-1]
     for world_size in (1, 2, 3):
         output = train(world_size, *given, "--evaluate", "--output-dir", whole)
         assert f"loss {trained['loss']:.4f}  accuracy {trained['accuracy']:.4f}" in output
     config = options(*given)
-    network = model.build_model(config, data.load_datasets(config)[0])
+    network = model.build_model(config, data.load_datasets(config).train)
     network.load_state_dict(contents[0]["ema"])  # as the README does
 
     def evaluate(ctx: DistContext) -> dict[str, Any]:
-        return main.evaluate(network, EvalLoader(data.load_datasets(config)[1], config, ctx), config, ctx)
+        return main.evaluate(network, EvalLoader(data.load_datasets(config).val, config, ctx), config, ctx)
 
     assert by_rank(1, evaluate)[0]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     error = the_error(train(1, *given[:-2], "--evaluate", "--output-dir", whole, code=4))

@@ -27,6 +27,7 @@ from ddp.checkpoint.state import digest
 from ddp.core.errors import UsageError
 from ddp.core.source_hash import hash_source_files
 from ddp.data import images
+from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import random_state, set_random_state
@@ -48,10 +49,10 @@ def wait_for(path: Path, ranks: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of 96 training and 10 test images in JPEG."""
+    """A directory of 96 training and 10 validation images in JPEG."""
     root = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
-    for split, each in (("train", 48), ("test", 5)):
+    for split, each in (("train", 48), ("val", 5)):
         for label in ("cat", "dog"):
             (root / split / label).mkdir(parents=True)
             for number in range(each):
@@ -69,7 +70,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     """With dropout, BatchNorm, augmentation and momentum; 2 processes are killed with -9 in the middle of epoch 2."""
     import data
 
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "test": 10})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "val": 10})
     options: list[Any] = ["--dataset", "synthetic"] if source == "memory" else ["--dataset", "imagefolder"]
     options += ["--data-dir", folders, "--batch-size", 4, "--epochs", 3, "--checkpoint-every", 2, "--log-every", 1]
     options += ["--workers", workers, "--grad-accum-steps", accumulation]
@@ -306,7 +307,7 @@ class Noisy(torch.utils.data.Dataset):
 def test_random_transforms_in_a_dataset_resume_exactly_for_any_number_of_workers(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "load_datasets", lambda config: (Noisy(), Noisy()))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Noisy(), Noisy()))
     monkeypatch.setattr(main, "build_model", build_awkward)
     options = ["--batch-size", 4, "--epochs", 2]
     train(2, *options, "--workers", 1, "--output-dir", tmp_path / "whole")
@@ -349,7 +350,7 @@ def test_an_evaluation_is_logged_once_if_the_epoch_has_no_step_left(small: None,
     options = ["--dataset", "synthetic", "--batch-size", 100, "--epochs", 2, "--output-dir", tmp_path]
     train(2, *options, "--max-steps", 2)
     train(3, *options)
-    tests = [line["step"] for line in lines(tmp_path) if line["split"] == "test"]
+    tests = [line["step"] for line in lines(tmp_path) if line["split"] == "val"]
     assert tests == [2, 4]
 
 
@@ -397,7 +398,7 @@ def test_models_that_compute_while_they_are_built_can_train_and_resume(
 ) -> None:
     import data
 
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 16, "test": 4})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 16, "val": 4})
     options: list[Any] = ["--dataset", "synthetic", "--model", "regnet_y_400mf", "--batch-size", 4]
     options += ["--output-dir", tmp_path, "--max-steps"]
     train(1, *options, 1)

@@ -143,7 +143,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 2 processes with checkpoints of steps 2, 4 and 6."""
     import data
 
-    sizes, data.SYNTHETIC_SIZES = data.SYNTHETIC_SIZES, {"train": 640, "test": 101}
+    sizes, data.SYNTHETIC_SIZES = data.SYNTHETIC_SIZES, {"train": 640, "val": 101}
     output = tmp_path_factory.mktemp("trained")
     train(2, *SYNTHETIC, "--checkpoint-every", 2, "--max-steps", 6, "--output-dir", output)
     data.SYNTHETIC_SIZES = sizes
@@ -581,7 +581,7 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
 def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
     require_root()
-    for split, kind in itertools.product(("train", "test"), ("a", "b")):
+    for split, kind in itertools.product(("train", "val"), ("a", "b")):
         folder = tmp_path / "images" / split / kind
         folder.mkdir(parents=True)
         for number in range(8):

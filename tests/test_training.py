@@ -63,7 +63,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_first_run_learns(first_run: Path) -> None:
-    assert lines(first_run, "test")[-1]["accuracy"] > 0.9
+    assert lines(first_run, "val")[-1]["accuracy"] > 0.9
 
 
 @pytest.mark.slow
@@ -89,10 +89,12 @@ def test_metrics_have_the_fields_that_the_readme_names(first_run: Path) -> None:
     assert set(lines(first_run, "train")[0]) == {
         *("step", "epoch", "split", "loss", "accuracy", "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb")
     }
-    assert set(lines(first_run, "test")[0]) == {"step", "epoch", "split", "loss", "accuracy", "count"}
-    assert [(line["step"], line["epoch"], line["count"]) for line in lines(first_run, "test")] == [
+    for split in ("val", "test"):
+        assert set(lines(first_run, split)[0]) == {"step", "epoch", "split", "loss", "accuracy", "count"}
+    assert [(line["step"], line["epoch"], line["count"]) for line in lines(first_run, "val")] == [
         *((78, 1, 2000), (156, 2, 2000), (234, 3, 2000))
     ]
+    assert [line["count"] for line in lines(first_run, "test")] == [2000], "once, at the end"
     line = lines(first_run, "train")[3]
     assert 0 <= line["data_ms"] < line["step_ms"] and line["memory_mb"] > 100
     assert line["samples_per_s"] == pytest.approx(128 / (line["step_ms"] / 1000), rel=0.01)
@@ -102,12 +104,12 @@ def test_metrics_have_the_fields_that_the_readme_names(first_run: Path) -> None:
 def test_tensorboard_shows_the_scalars_at_their_steps(first_run: Path) -> None:
     events = EventAccumulator(str(first_run / "tensorboard"))
     events.Reload()
-    for split in ("train", "test"):
+    for split in ("train", "val", "test"):
         written = [(line["step"], line["loss"]) for line in lines(first_run, split)]
         found = [(event.step, event.value) for event in events.Scalars(f"{split}/loss")]
         assert [step for step, _ in found] == [step for step, _ in written]
         assert [value for _, value in found] == pytest.approx([value for _, value in written], rel=1e-6)
-    assert {"train/lr", "train/samples_per_s", "test/accuracy"} <= set(events.Tags()["scalars"])
+    assert {"train/lr", "train/samples_per_s", "val/accuracy"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.slow
@@ -123,13 +125,14 @@ model.eval()
 assert not [name for name in sys.modules if name.split(".")[0] in ("ddp", "config", "data", "main", "torchvision")]
 from config import Config
 from data import load_datasets
-test_set = load_datasets(Config.parse(["--dataset", "synthetic"]))[1]
+test_set = load_datasets(Config.parse(["--dataset", "synthetic"])).test
 images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))))
 print((model(images).argmax(1) == targets).double().mean().item())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == max(line["accuracy"] for line in lines(first_run, "test"))
+    (tested,) = lines(first_run, "test")
+    assert float(done.stdout) == tested["accuracy"]
 
 
 @pytest.mark.slow
@@ -141,7 +144,7 @@ def test_evaluation_counts_each_sample_once_for_any_number_of_processes(monkeypa
     def evaluated(n: int) -> Callable[[DistContext], tuple[float, float, float]]:
         def on_rank(ctx: DistContext) -> tuple[float, float, float]:
             config = Config.parse(["--dataset", "synthetic", "--batch-size", "16"])
-            test_set = data.load_datasets(config)[1]
+            test_set = data.load_datasets(config).val
             torch.manual_seed(0)
             model = build_awkward(config, test_set)
             for buffer in model.buffers():
@@ -157,7 +160,7 @@ def test_evaluation_counts_each_sample_once_for_any_number_of_processes(monkeypa
         return on_rank
 
     for n in (1, 7, 100, 101):
-        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "test": n})
+        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "val": n})
         results = [result for world_size in (1, 2, 3) for result in on_ranks(world_size, evaluated(n))]
         assert len(results) == 6
         for loss, accuracy, count in results:
@@ -362,11 +365,11 @@ def test_all_ranks_take_the_same_number_of_steps(monkeypatch: pytest.MonkeyPatch
     import data
 
     for number, (n, world_size, batch) in enumerate([(7, 2, 3), (13, 3, 4), (12, 2, 6), (33, 2, 16)]):
-        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": n, "test": 5})
+        monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": n, "val": 5})
         output = tmp_path / str(number)
         train(world_size, "--dataset", "synthetic", "--epochs", 1, "--batch-size", batch, "--output-dir", output)
-        assert lines(output, "test")[0]["step"] == n // (world_size * batch)
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 7, "test": 5})
+        assert lines(output, "val")[0]["step"] == n // (world_size * batch)
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 7, "val": 5})
     options = ["--dataset", "synthetic", "--batch-size", 4, "--output-dir", tmp_path / "none"]
     output = train(2, *options, code=2)
     assert output.count("error:") == 1 and "7 training samples do not fill one step of 8" in output
@@ -474,7 +477,7 @@ def test_the_train_loader_computes_the_global_batch(small: None) -> None:
 
     def sizes(ctx: DistContext) -> tuple[int, int]:
         config = Config.parse(["--dataset", "synthetic", "--batch-size", "8", "--grad-accum-steps", "3"])
-        loader = TrainLoader(data.load_datasets(config)[0], config, ctx)
+        loader = TrainLoader(data.load_datasets(config).train, config, ctx)
         return loader.global_batch, loader.steps_per_epoch
 
     assert on_ranks(2, sizes) == [(48, 13)] * 2

@@ -84,8 +84,7 @@ class Task:
         self.segmentation = self.architecture.startswith(SEGMENTATION)
         self.train_set = None
         if not self.segmentation:
-            self.train_set, test_set = load_datasets(config)
-            check_datasets(self.train_set, test_set)
+            self.train_set = check_datasets(load_datasets(config), config).train
         seed_everything(config.seed)
         self.model = self._build()  # on the CPU; the same on every rank
         self.image: torch.Size | None = None  # height and width of the inputs, if they are images

@@ -27,7 +27,8 @@ class Config(RunConfig):
     """The options of one run."""
 
     dataset: str = data_option("cifar10", "what to train on", choices=("cifar10", "synthetic", "imagefolder"))
-    data_dir: str = data_option("data", "directory of cifar10, or the one with train/CLASS/* and val/CLASS/* or test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
+    data_dir: str = data_option("data", "directory of cifar10, or the one with train/CLASS/*, val/CLASS/* and test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
+    val_fraction: float | None = data_option(None, "cifar10; imagefolder without val/: the part of the training samples that validates (default: 0.1); 0: none", kind=number(float, 0, max=0.9), may_change_on_resume=True)
     cache: str | None = data_option(None, "imagefolder: decode all images once into a file in this directory, and read them from it", kind=directory, may_change_on_resume=True, per_process=True)
     image_size: int = data_option(32, "height and width of the images, in pixels", kind=number(int, 8))
 
@@ -54,6 +55,8 @@ class Config(RunConfig):
         super().check()
         if self.cache is not None and self.dataset != "imagefolder":
             raise UsageError(f"--cache is for --dataset imagefolder: {self.dataset} is in memory anyway")
+        if self.val_fraction is not None and self.dataset == "synthetic":
+            raise UsageError("--val-fraction: synthetic has a validation set; remove the option")
 
 
 if __name__ == "__main__":

@@ -16,36 +16,40 @@ also needs its list of `classes`. The loader seeds random numbers by sample and 
     to_input = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     augment = [transforms.RandomResizedCrop(config.image_size), transforms.RandomHorizontalFlip()]
     resize = [transforms.Resize(config.image_size), transforms.CenterCrop(config.image_size)]
-    train_set = datasets.ImageFolder(f"{config.data_dir}/train", transforms.Compose([*augment, *to_input]))
-    test_set = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
+    train = datasets.ImageFolder(f"{config.data_dir}/train", transforms.Compose([*augment, *to_input]))
+    val = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
+    return Datasets(train, val)
 """
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
 
 from config import Config
-from ddp.core.errors import SetupError
+from ddp.core.errors import SetupError, UsageError
 from ddp.data.cifar10 import load_cifar10
+from ddp.data.dataset import Datasets
 from ddp.data.images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once
 from ddp.distributed.seeds import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
-SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}
+Images = TypeVar("Images", bound=ImageDataset)
+VAL_FRACTION = 0.1  # of the training samples, unless --val-fraction is given
+SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set. Raises SetupError if data are missing or cannot be read.
+def load_datasets(config: Config) -> Datasets:
+    """Training, validation and test set. Raises SetupError if data are missing or cannot be read.
 
     To add a dataset, add its function here, and its name to the choices of --dataset in config.py.
     Every rank runs this before it connects to the others, so that errors appear at once.
     """
     load = {"cifar10": cifar10, "synthetic": synthetic, "imagefolder": imagefolder}[config.dataset]
-    train_set, test_set = load(config)
-    train_set.name = config.dataset  # for the log, and for the default --output-dir
-    return train_set, test_set
+    datasets = load(config)
+    datasets.train.name = config.dataset  # for the log, and for the default --output-dir
+    return datasets
 
 
 def build_transforms(config: Config) -> ImageTransforms:
@@ -61,43 +65,54 @@ def build_transforms(config: Config) -> ImageTransforms:
     )
 
 
-def cifar10(config: Config) -> tuple[ImageDataset, ImageDataset]:
-    """CIFAR-10, held in memory as uint8. It is downloaded once per machine."""
+def cifar10(config: Config) -> Datasets:
+    """CIFAR-10, held in memory as uint8. A part of its training set validates. It is downloaded once per machine."""
     transforms = build_transforms(config)
     train_set, test_set = (ImagesInMemory(*part, transforms) for part in load_cifar10(Path(config.data_dir)))
-    return train_set, test_set
+    return Datasets(*_split(train_set, config), test_set)
 
 
-def synthetic(config: Config) -> tuple[ImageDataset, ImageDataset]:
+def synthetic(config: Config) -> Datasets:
     """Made from the seed, shaped like CIFAR-10, and easy to learn.
 
     A class is a smooth random picture; a sample is that picture, fainter or stronger, with noise.
     """
     generator = torch.Generator().manual_seed(derive_seed(config.seed))
     pictures = F.interpolate(torch.randn(10, 3, 6, 6, generator=generator), size=(32, 32), mode="bicubic")
-    transforms, classes, parts = build_transforms(config), [f"class {number}" for number in range(10)], []
-    for length in SYNTHETIC_SIZES.values():
+    transforms, classes, parts = build_transforms(config), [f"class {number}" for number in range(10)], {}
+    for part, length in SYNTHETIC_SIZES.items():
         targets = torch.randint(0, 10, (length,), generator=generator)
         images = torch.empty(length, 3, 32, 32, dtype=torch.uint8)
         for rows in torch.arange(length).split(1000):
             strength = 15 + 30 * torch.rand(len(rows), 1, 1, 1, generator=generator)
             noise = 40 * torch.randn(len(rows), 3, 32, 32, generator=generator)
             images[rows] = (128 + strength * pictures[targets[rows]] + noise).clamp_(0, 255).to(torch.uint8)
-        parts.append(ImagesInMemory(images, targets, classes, transforms))
-    return parts[0], parts[1]
+        parts[part] = ImagesInMemory(images, targets, classes, transforms)
+    return Datasets(**parts)
 
 
-def imagefolder(config: Config) -> tuple[ImageDataset, ImageDataset]:
-    """Images in train/CLASS/*, and in val/CLASS/* or test/CLASS/*. With --cache, they are decoded only once."""
-    root = Path(config.data_dir)
-    test = "val" if (root / "val").is_dir() else "test"
-    if not (root / "train").is_dir() or not (root / test).is_dir():
-        raise SetupError(f"--data-dir {root}: needs train/CLASS/* and val/CLASS/* or test/CLASS/* in it")
-    transforms = build_transforms(config)
-    train_set, test_set = ImageFiles(root / "train", transforms), ImageFiles(root / test, transforms)
-    if train_set.classes != test_set.classes:
-        different = ", ".join(sorted(set(train_set.classes) ^ set(test_set.classes)))
-        raise SetupError(f"--data-dir {root}: train and {test} differ in their classes: {different}")
+def imagefolder(config: Config) -> Datasets:
+    """Images in train/CLASS/*, val/CLASS/* and test/CLASS/*. With --cache, they are decoded only once.
+
+    Without val/, a part of train/ validates. Without test/, there is no test set.
+    """
+    root, transforms = Path(config.data_dir), build_transforms(config)
+    if not (root / "train").is_dir():
+        raise SetupError(f"--data-dir {root}: needs train/CLASS/*, and if there are such, val/CLASS/* and test/CLASS/*")
+    parts = {part: ImageFiles(root / part, transforms) for part in ("train", "val", "test") if (root / part).is_dir()}
+    for part, dataset in parts.items():
+        if dataset.classes != parts["train"].classes:
+            different = ", ".join(sorted(set(parts["train"].classes) ^ set(dataset.classes)))
+            raise SetupError(f"--data-dir {root}: train and {part} differ in their classes: {different}")
+    if "val" not in parts:
+        train_set, val_set = _split(parts["train"], config)
+        parts |= {"train": train_set} if val_set is None else {"train": train_set, "val": val_set}
+    elif config.val_fraction is not None:
+        raise UsageError(f"--val-fraction: {root}/val has the validation set; remove the option, or move that folder")
     if config.cache is None:
-        return train_set, test_set
-    return decode_once(train_set, Path(config.cache)), decode_once(test_set, Path(config.cache))
+        return Datasets(**parts)
+    return Datasets(**{part: decode_once(dataset, Path(config.cache)) for part, dataset in parts.items()})
+
+
+def _split(train_set: Images, config: Config) -> tuple[Images, Images | None]:
+    return train_set.split(VAL_FRACTION if config.val_fraction is None else config.val_fraction, config.seed)

@@ -38,16 +38,16 @@ def main(config: Config, rank_env: RankEnv) -> None:
     # Do all local checks first, so that errors surface before any rank blocks on another.
     check_backend(config)
     choose_algorithms(config)
-    train_set, test_set = load_datasets(config)
-    check_datasets(train_set, test_set)
+    datasets = check_datasets(load_datasets(config), config)
     seed_everything(config.seed)
-    model = build_model(config, train_set)
+    model = build_model(config, datasets.train)
     check_model(config, model)
-    config.output_dir = config.output_dir or default_output_dir(config, model, train_set)
+    config.output_dir = config.output_dir or default_output_dir(config, model, datasets.train)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx) as run:
-        train_loader = TrainLoader(train_set, config, ctx)
-        eval_loader = EvalLoader(test_set, config, ctx)
+        train_loader = TrainLoader(datasets.train, config, ctx)
+        val_loader = EvalLoader(datasets.val, config, ctx, "val")
+        test_loader = EvalLoader(datasets.test, config, ctx, "test")
 
         # Two names for one set of weights: train ddp_model; evaluate and save model.
         model.to(ctx.device)
@@ -61,14 +61,15 @@ def main(config: Config, rank_env: RankEnv) -> None:
         # Everything passed here is saved in every checkpoint. Add your own stateful objects as keyword arguments.
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "meter": meter}
         run.resume(train_loader, **state, ema=ema)
-        run.log_summary(model, eval_loader)
+        run.log_summary(model, val_loader, test_loader)
         evaluated_model = model if ema is None else ema.module
 
         if config.evaluate:
-            run.log_eval(evaluate(evaluated_model, eval_loader, config, ctx), eval_loader)
+            for loader in (val_loader, test_loader):
+                run.log_eval(evaluate(evaluated_model, loader, config, ctx), loader)
             return
 
-        while not run.finished():  # to stop early, add a condition: see README.md
+        while not run.finished():  # --epochs, --max-steps or --patience
             ddp_model.train()
             for batches in run.steps():
                 seed_step(config.seed, run.state.step, ctx.rank)
@@ -103,16 +104,22 @@ def main(config: Config, rank_env: RankEnv) -> None:
                 if run.should_stop():  # the same answer on all ranks
                     run.stop()  # saves and exits
 
-            metrics = evaluate(evaluated_model, eval_loader, config, ctx)
-            run.end_epoch(metrics, metric_for_best_model(metrics), eval_loader)
+            metrics = evaluate(evaluated_model, val_loader, config, ctx)
+            run.end_epoch(metrics, metric_for_best_model, val_loader)
+
+        if test_loader.length:  # once, with the weights that the validation set has chosen
+            run.load_best()
+            run.log_eval(evaluate(evaluated_model, test_loader, config, ctx), test_loader)
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, eval_loader: EvalLoader, config: Config, ctx: DistContext) -> dict[str, Any]:
-    """The metrics of `model` on the test data, each sample counted once. Call on every rank.
+    """The metrics of `model` on validation or test data, each sample counted once; empty without data. On every rank.
 
     Pass the model without its DDP wrapper: ranks may have different numbers of batches.
     """
+    if eval_loader.length == 0:
+        return {}
     ctx.broadcast_buffers(model)
     model.eval()
     meter = Meter(ctx)

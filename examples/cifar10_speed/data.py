@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
 from ddp.data.cifar10 import LabelledImages, load_cifar10
+from ddp.data.dataset import Datasets
 from ddp.data.images import ImagesInMemory, ImageTransforms
 from ddp.distributed.seeds import derive_seed
 
@@ -37,9 +37,15 @@ def draw_flips(seed: int, length: int, device: torch.device) -> Tensor:
     return torch.randint(2, (length,), generator=generator).bool().to(device)
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set. Raises SetupError if CIFAR-10 cannot be downloaded or read."""
-    parts = load_cifar10(Path(config.data_dir)) if config.dataset == "cifar10" else synthetic(config)
+def load_datasets(config: Config) -> Datasets:
+    """Of CIFAR-10, all training images and no validation set: the weights of the last step count.
+
+    Raises SetupError if it cannot be downloaded or read.
+    """
+    if config.dataset == "cifar10":
+        parts = dict(zip(("train", "test"), load_cifar10(Path(config.data_dir)), strict=True))
+    else:
+        parts = synthetic(config)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     transforms = ImageTransforms(
         mean=MEAN,
@@ -50,19 +56,19 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
         seed=config.seed,
         memory_format=layout,
     )
-    train_set, test_set = (AlternatingFlips(*part, transforms) for part in parts)
-    train_set.name = config.dataset  # for the log, and for the default --output-dir
-    return train_set, test_set
+    datasets = Datasets(**{name: AlternatingFlips(*part, transforms) for name, part in parts.items()})
+    datasets.train.name = config.dataset  # for the log, and for the default --output-dir
+    return datasets
 
 
-def synthetic(config: Config) -> list[LabelledImages]:
+def synthetic(config: Config) -> dict[str, LabelledImages]:
     """Made from the seed, shaped like CIFAR-10, and easy to learn: each class is a smooth picture, with noise."""
     generator = torch.Generator().manual_seed(derive_seed(config.seed))
     pictures = F.interpolate(torch.randn(10, 3, 6, 6, generator=generator), size=(32, 32), mode="bicubic")
-    parts, classes = [], [f"class {number}" for number in range(10)]
-    for length in SYNTHETIC_SIZES.values():
+    parts, classes = {}, [f"class {number}" for number in range(10)]
+    for name, length in SYNTHETIC_SIZES.items():
         targets = torch.randint(0, 10, (length,), generator=generator)
         noise = torch.randn(length, 3, 32, 32, generator=generator)
         images = (128 + 30 * pictures[targets] + 40 * noise).clamp(0, 255).to(torch.uint8)
-        parts.append(LabelledImages(images, targets, classes))
+        parts[name] = LabelledImages(images, targets, classes)
     return parts

@@ -6,17 +6,16 @@ import numpy
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
 from ddp.core.errors import SetupError
 from ddp.core.files import atomic_write
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 
 CONTEXT = 128  # characters that the model sees
 STRIDE = 32  # characters from the start of one training sample to the start of the next
-TEST_PART = 0.1  # of the text, at its end
-SYNTHETIC_SIZES = {"train": 1_600, "test": 100}  # samples of --dataset synthetic, a small part of the same text
+VAL_PART = TEST_PART = 0.05  # of the text, at its end
+SYNTHETIC_SIZES = {"train": 1_600, "val": 100, "test": 50}  # samples of --dataset synthetic, from the same text
 
 
 class Text(BatchDataset):
@@ -42,8 +41,8 @@ class Text(BatchDataset):
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The start and the end of --data-dir/text.txt; without such a file, of this project's own source.
+def load_datasets(config: Config) -> Datasets:
+    """Three parts of --data-dir/text.txt, one after the other; without such a file, of this project's own source.
 
     Raises SetupError if the text is too short or cannot be read.
     """
@@ -56,14 +55,15 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
         text = numpy.memmap(path, dtype=numpy.uint8, mode="r")
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise SetupError(f"cannot read {path}: {error}") from error
-    end = int(len(text) * (1 - TEST_PART))
     sizes = SYNTHETIC_SIZES if config.dataset == "synthetic" else {}
-    train_set = Text(text[:end], STRIDE, sizes.get("train"))
-    test_set = Text(text[end:], CONTEXT, sizes.get("test"))
-    if len(test_set) == 0:
-        raise SetupError(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 10} characters or more")
-    train_set.name = config.dataset
-    return train_set, test_set
+    end, middle = (int(len(text) * (1 - part)) for part in (TEST_PART, TEST_PART + VAL_PART))
+    train = Text(text[:middle], STRIDE, sizes.get("train"))
+    val = Text(text[middle:end], CONTEXT, sizes.get("val"))
+    test = Text(text[end:], CONTEXT, sizes.get("test"))
+    if len(val) == 0 or len(test) == 0:
+        raise SetupError(f"{path} is too short: it needs {int(CONTEXT / TEST_PART) + 40} characters or more")
+    train.name = config.dataset
+    return Datasets(train, val, test)
 
 
 def _write_own_source(path: Path) -> None:

@@ -2,14 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.distributed.seeds import derive_seed
 
 WEIGHT, BIAS, NOISE = 2.0, 3.0, 0.5
-SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}
+SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 
 
 class Points(BatchDataset):
@@ -30,8 +29,7 @@ class Points(BatchDataset):
         return self.x[indices], self.y[indices]
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set: made from the seed, and the same on every rank."""
-    train_set = Points(SYNTHETIC_SIZES["train"], derive_seed(config.seed, 0))
-    test_set = Points(SYNTHETIC_SIZES["test"], derive_seed(config.seed, 1))
-    return train_set, test_set
+def load_datasets(config: Config) -> Datasets:
+    """Made from the seed, and the same on every rank."""
+    sizes = enumerate(SYNTHETIC_SIZES.items())
+    return Datasets(**{part: Points(length, derive_seed(config.seed, number)) for number, (part, length) in sizes})

@@ -7,17 +7,16 @@ import numpy
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.download import downloading
 from ddp.distributed.seeds import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IGNORE = 255  # borders of objects, and everything outside of an image
 MAX_ZOOM = 1.5
-SYNTHETIC_SIZES = {"train": 400, "test": 100}
+SYNTHETIC_SIZES = {"train": 400, "val": 100}
 CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv/monitor"),
@@ -70,22 +69,22 @@ class Pictures(BatchDataset):
         return (images.float() - mean) / std, masks.long()
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
+def load_datasets(config: Config) -> Datasets:
     """The training set and the validation set, from --data-dir. They are downloaded (2 GB) if they are missing.
 
     With --dataset synthetic, generated pictures. Raises SetupError if VOC cannot be downloaded or read.
     """
     if config.dataset == "synthetic":
-        name, lengths = "synthetic", SYNTHETIC_SIZES.values()
-        parts = [_synthetic(length, derive_seed(config.seed, number)) for number, length in enumerate(lengths)]
+        name, sizes = "synthetic", enumerate(SYNTHETIC_SIZES.items())
+        parts = {part: _synthetic(length, derive_seed(config.seed, number)) for number, (part, length) in sizes}
     else:
         name, parts = "voc 2012", _voc(Path(config.data_dir))
     assert config.image_size is not None  # Config.check has set it
-    train_set, test_set = (Pictures(name, part, config.image_size, part is parts[0]) for part in parts)
-    return train_set, test_set
+    size = config.image_size
+    return Datasets(**{part: Pictures(name, pairs, size, part == "train") for part, pairs in parts.items()})
 
 
-def _voc(root: Path) -> list[Any]:
+def _voc(root: Path) -> dict[str, Any]:
     """Training and validation part: pairs of an image and its mask, each read when it is needed."""
     from torchvision.datasets import VOCSegmentation
     from torchvision.datasets.voc import DATASET_YEAR_DICT
@@ -94,7 +93,7 @@ def _voc(root: Path) -> list[Any]:
         with downloading(DATASET_YEAR_DICT["2012"]["url"], root, ", or try --dataset synthetic"):
             if not _is_complete(root / "VOCdevkit/VOC2012"):  # another process may have been first
                 VOCSegmentation(str(root), download=True)
-    return [VOCSegmentation(str(root), image_set=part) for part in ("train", "val")]
+    return {part: VOCSegmentation(str(root), image_set=part) for part in ("train", "val")}
 
 
 def _is_complete(folder: Path) -> bool:

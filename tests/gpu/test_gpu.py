@@ -130,7 +130,7 @@ def test_losses_of_cpu_and_gpu(project: Project, tmp_path: Path, answer: Answer)
 def test_training(project: Project, tmp_path: Path, options: tuple[str, ...], answer: Answer) -> None:
     """Does it learn with these options?"""
     project.train("--batch-size", 128, *options, "--output-dir", tmp_path / "out", timeout=240)
-    accuracy = lines(tmp_path / "out", "test")[-1]["accuracy"]
+    accuracy = lines(tmp_path / "out", "val")[-1]["accuracy"]
     assert accuracy > 0.5  # by chance: 0.1
     answer(f"yes: {' '.join(options)}: accuracy {accuracy:.3f} after an epoch")
 

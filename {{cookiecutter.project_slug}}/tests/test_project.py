@@ -33,7 +33,7 @@ SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few samples, so that an epoch takes a moment."""
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "test": 51}, raising=False)
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 51, "test": 50}, raising=False)
 
 
 def slow_loss(*batch: Any) -> Any:
@@ -47,20 +47,27 @@ def newest_checkpoint(output_dir: Path) -> dict[str, Any]:
 
 
 def metrics(output_dir: Path, split: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl for `split`: train or test."""
+    """The lines of metrics.jsonl for `split`: train, val or test."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line["split"] == split]
     return [{name: value for name, value in line.items() if name not in SPEEDS} for line in found]
+
+
+def evaluated_sets() -> dict[str, Any]:
+    """The validation set and the test set, if there are such."""
+    datasets = data.load_datasets(Config.parse(OPTIONS))
+    return {name: dataset for name, dataset in datasets._asdict().items() if name != "train" and dataset is not None}
 
 
 def test_two_processes_train_and_the_loss_falls(tmp_path: Path) -> None:
     train(2, *OPTIONS, "--epochs", 3, "--output-dir", tmp_path)
     losses = [line["loss"] for line in metrics(tmp_path, "train")]
     assert losses[-1] < losses[0]
-    _, test_set = data.load_datasets(Config.parse(OPTIONS))
-    assert [line["count"] for line in metrics(tmp_path, "test")] == [len(test_set)] * 3  # type: ignore[arg-type]
+    for name, dataset in evaluated_sets().items():  # the test set once, at the end
+        times = 1 if name == "test" else 3
+        assert [line["count"] for line in metrics(tmp_path, name)] == [len(dataset)] * times
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
-    assert (tmp_path / "best.pt").exists() and list((tmp_path / "tensorboard").iterdir())
+    assert (tmp_path / "best.pt").exists() == ("val" in evaluated_sets()) and list((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -87,20 +94,21 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(
     assert whole.pop("config").pop("output_dir") != killed.pop("config").pop("output_dir")
     assert whole.keys() == killed.keys()
     assert [name for name in whole if digest(whole[name]) != digest(killed[name])] == []
-    for split in ("train", "test"):
+    for split in ("train", "val", "test"):
         assert metrics(tmp_path / "whole", split) == metrics(tmp_path / "killed", split)
 
 
 def test_evaluation_is_the_same_with_1_2_and_3_processes(tmp_path: Path) -> None:
     """Each sample is counted once, even if the number of processes does not divide the number of samples."""
     train(2, *OPTIONS, "--max-steps", 5, "--output-dir", tmp_path)
-    (trained,) = metrics(tmp_path, "test")
-    values = [value for name, value in trained.items() if name not in ("step", "split", "epoch", "count")]
     outputs = [train(world_size, *OPTIONS, "--evaluate", "--output-dir", tmp_path) for world_size in (1, 2, 3)]
-    printed = [output.partition("  test   ")[2] for output in outputs]
-    assert printed[0] == printed[1] == printed[2]
-    numbers = [float(word) for word in printed[0].split()[1::2]]
-    assert numbers and numbers == pytest.approx(values, rel=1e-4, abs=1e-4)
+    for split in evaluated_sets():
+        (trained,) = metrics(tmp_path, split)
+        values = [value for name, value in trained.items() if name not in ("step", "split", "epoch", "count")]
+        printed = [output.partition(f"  {split:<5}  ")[2].partition("\n")[0] for output in outputs]
+        assert printed[0] == printed[1] == printed[2]
+        numbers = [float(word) for word in printed[0].split()[1::2]]
+        assert numbers and numbers == pytest.approx(values, rel=1e-4, abs=1e-4)
 
 
 def test_order_and_samples_depend_only_on_seed_and_epoch() -> None:
@@ -109,7 +117,7 @@ def test_order_and_samples_depend_only_on_seed_and_epoch() -> None:
     def samples_of(ctx: DistContext) -> list[list[tuple[int, str]]]:
         """The indices of some samples in epochs 0 and 1, and the digest of each sample, read alone."""
         config = Config.parse([*OPTIONS, "--batch-size", str(16 // ctx.world_size)])
-        loader = TrainLoader(data.load_datasets(config)[0], config, ctx)
+        loader = TrainLoader(data.load_datasets(config).train, config, ctx)
         found = []
         for epoch in (0, 1):
             loader.sampler.start_at(epoch, samples_consumed=32)
@@ -129,7 +137,7 @@ def test_the_model_can_overfit_one_batch() -> None:
     def losses(ctx: DistContext) -> list[float]:
         """The loss of each step, as the run would log it: a task may add up several to train on."""
         config = Config.parse(OPTIONS)
-        train_set, _ = data.load_datasets(config)
+        train_set = data.load_datasets(config).train
         batch = Subset(train_set, range(16))  # through the EvalLoader, which mixes nothing: soft targets have a floor
         inputs, targets = next(iter(EvalLoader(batch, config, ctx)))
         torch.manual_seed(0)

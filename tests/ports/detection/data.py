@@ -5,15 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from config import Config
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.distributed.seeds import derive_seed
 
-SYNTHETIC_SIZES = {"train": 2_000, "test": 200}
+SYNTHETIC_SIZES = {"train": 2_000, "val": 200}
 CLASSES = ("background", "red", "blue")
 CHANNEL = {1: 0, 2: 2}
 
@@ -44,13 +43,15 @@ class Pictures(BatchDataset):
         return list(images), list(targets)
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set: made from the seed, and the same on every rank."""
-    parts = [
-        [_picture(torch.Generator().manual_seed(derive_seed(config.seed, part, index))) for index in range(length)]
-        for part, length in enumerate(SYNTHETIC_SIZES.values())
-    ]
-    return Pictures(parts[0], training=True), Pictures(parts[1], training=False)
+def load_datasets(config: Config) -> Datasets:
+    """Made from the seed, and the same on every rank."""
+    parts = {
+        part: [
+            _picture(torch.Generator().manual_seed(derive_seed(config.seed, number, index))) for index in range(length)
+        ]
+        for number, (part, length) in enumerate(SYNTHETIC_SIZES.items())
+    }
+    return Datasets(**{part: Pictures(pictures, part == "train") for part, pictures in parts.items()})
 
 
 def _picture(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

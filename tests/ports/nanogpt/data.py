@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
 from ddp.core.errors import SetupError
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 
-SYNTHETIC_SIZES = {"train": 4_000, "test": 400}  # pieces of --block-size tokens
+SYNTHETIC_SIZES = {"train": 4_000, "val": 400}  # pieces of --block-size tokens
 SYNTHETIC_VOCAB = 64
 GPT2_VOCAB = 50304  # 50257, rounded up to a multiple of 64
 
@@ -38,21 +37,21 @@ class Tokens(BatchDataset):
         return x, y
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set."""
+def load_datasets(config: Config) -> Datasets:
+    """The training set and the validation set."""
     return synthetic(config) if config.dataset == "synthetic" else bin_files(config)
 
 
-def bin_files(config: Config) -> tuple[Dataset, Dataset]:
+def bin_files(config: Config) -> Datasets:
     """train.bin and val.bin, which nanoGPT's prepare.py writes. They stay on the disk, mapped into memory."""
     try:
         data = [np.memmap(Path(config.data_dir) / name, np.uint16, "r") for name in ("train.bin", "val.bin")]
     except OSError as error:
         raise SetupError(f"--data-dir {config.data_dir}: {error}") from error
-    return Tokens(data[0], config.block_size, GPT2_VOCAB), Tokens(data[1], config.block_size, GPT2_VOCAB)
+    return Datasets(*(Tokens(part, config.block_size, GPT2_VOCAB) for part in data))
 
 
-def synthetic(config: Config) -> tuple[Dataset, Dataset]:
+def synthetic(config: Config) -> Datasets:
     """A token determines the next one, nine times out of ten."""
     rng = np.random.default_rng(config.seed)
     follower = rng.permutation(SYNTHETIC_VOCAB)
@@ -60,5 +59,5 @@ def synthetic(config: Config) -> tuple[Dataset, Dataset]:
     tokens = rng.integers(SYNTHETIC_VOCAB, size=sum(lengths))
     for place in np.flatnonzero(rng.random(len(tokens) - 1) < 0.9):
         tokens[place + 1] = follower[tokens[place]]
-    data = tokens[: lengths[0]], tokens[lengths[0] :]
-    return Tokens(data[0], config.block_size, SYNTHETIC_VOCAB), Tokens(data[1], config.block_size, SYNTHETIC_VOCAB)
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    return Datasets(*(Tokens(part, config.block_size, SYNTHETIC_VOCAB) for part in parts))

@@ -14,15 +14,14 @@ import torch
 from filelock import FileLock
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import Config
 from ddp.core.errors import SetupError
 from ddp.core.files import atomic_write
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.distributed.seeds import derive_seed
 
-SYNTHETIC_SIZES = {"train": 2_000, "test": 400}
+SYNTHETIC_SIZES = {"train": 2_000, "val": 400}
 SHARD_SIZE = 100  # samples in a tar file of --dataset synthetic
 Place = tuple[str, int, int]  # of a member: tar file, offset, bytes
 
@@ -83,15 +82,15 @@ def read(place: Place) -> bytes:
     return os.pread(_opened(path).fileno(), size, offset)
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """DATA_DIR/train*.tar and DATA_DIR/test*.tar. Raises SetupError if there are none, or they cannot be read."""
+def load_datasets(config: Config) -> Datasets:
+    """DATA_DIR/train*.tar and val*.tar, and test*.tar if there are such. Raises SetupError if they cannot be read."""
     folder = Path(config.data_dir)
     if config.dataset == "synthetic":
         folder = synthetic(folder, config.seed)
-    train, test = (sorted(folder.glob(f"{part}*.tar")) for part in ("train", "test"))
-    if not train or not test:
-        raise SetupError(f"--data-dir {folder}: needs train*.tar and test*.tar in it")
-    return TarMembers(train, training=True), TarMembers(test, training=False)
+    found = {part: sorted(folder.glob(f"{part}*.tar")) for part in ("train", "val", "test")}
+    if not found["train"] or not found["val"]:
+        raise SetupError(f"--data-dir {folder}: needs train*.tar and val*.tar in it")
+    return Datasets(**{part: TarMembers(paths, part == "train") for part, paths in found.items() if paths})
 
 
 def synthetic(root: Path, seed: int) -> Path:

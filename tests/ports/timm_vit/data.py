@@ -7,15 +7,14 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.data import Mixup, create_transform
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import to_pil_image
 
 from config import Config
 from ddp.core.errors import SetupError
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 
-SYNTHETIC_SIZES = {"train": 2_000, "test": 400}
+SYNTHETIC_SIZES = {"train": 2_000, "val": 400}
 SYNTHETIC_CLASSES = 10
 
 
@@ -45,21 +44,21 @@ class Images(BatchDataset):
         return self.mixup(inputs, targets)
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set."""
+def load_datasets(config: Config) -> Datasets:
+    """The training set and the validation set."""
     return {"synthetic": synthetic, "imagefolder": imagefolder}[config.dataset](config)
 
 
-def imagefolder(config: Config) -> tuple[Dataset, Dataset]:
+def imagefolder(config: Config) -> Datasets:
     """Images in train/CLASS/* and val/CLASS/*."""
     try:
         train, val = (ImageFolder(f"{config.data_dir}/{part}") for part in ("train", "val"))
     except OSError as error:
         raise SetupError(f"--data-dir: {error}") from error
-    return Images(train, train.classes, True, config), Images(val, val.classes, False, config)
+    return Datasets(Images(train, train.classes, True, config), Images(val, val.classes, False, config))
 
 
-def synthetic(config: Config) -> tuple[Dataset, Dataset]:
+def synthetic(config: Config) -> Datasets:
     """A class is a smooth random picture; a sample is that picture with noise."""
     generator = torch.Generator().manual_seed(config.seed)
     small = torch.randn(SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
@@ -71,5 +70,5 @@ def synthetic(config: Config) -> tuple[Dataset, Dataset]:
         return list(zip(map(to_pil_image, images.clamp(0, 255).byte()), targets.tolist(), strict=True))
 
     classes = [f"class {number}" for number in range(SYNTHETIC_CLASSES)]
-    train, test = (samples(SYNTHETIC_SIZES[part]) for part in ("train", "test"))
-    return Images(train, classes, True, config), Images(test, classes, False, config)
+    sizes = SYNTHETIC_SIZES.items()
+    return Datasets(**{part: Images(samples(size), classes, part == "train", config) for part, size in sizes})

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 from transformers import BatchEncoding
 
 from config import Config
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, Datasets
 
-SYNTHETIC_SIZES = {"train": 4_000, "test": 400}
+SYNTHETIC_SIZES = {"train": 4_000, "val": 400}
 PAD, CLS, SEP = range(3)
 WORDS = range(3, 203)
 
@@ -46,8 +45,8 @@ class Texts(BatchDataset):
         return batch, batch["labels"]
 
 
-def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
-    """The training set and the test set: texts of label 1 have more words of the second half of the vocabulary."""
+def load_datasets(config: Config) -> Datasets:
+    """Texts of label 1 have more words of the second half of the vocabulary."""
     rng = random.Random(config.seed)
     half = len(WORDS) // 2
 
@@ -57,4 +56,4 @@ def load_datasets(config: Config) -> tuple[Dataset, Dataset]:
         bodies = [rng.choices(WORDS, weights[label], k=rng.randint(5, Texts.max_length - 2)) for label in labels]
         return Texts([[CLS, *body, SEP] for body in bodies], labels)
 
-    return texts(SYNTHETIC_SIZES["train"]), texts(SYNTHETIC_SIZES["test"])
+    return Datasets(**{part: texts(size) for part, size in SYNTHETIC_SIZES.items()})

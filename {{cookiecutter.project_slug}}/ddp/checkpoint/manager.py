@@ -36,6 +36,12 @@ class TrainState:
     best_step: int = 0
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluated_step: int | None = None  # the step of the last evaluation
+    epochs_since_best: int = 0
+
+
+def progress_of(content: Mapping[str, Any]) -> TrainState:
+    """The progress that a checkpoint holds. One of an earlier version may lack a field."""
+    return TrainState(**{item.name: content[item.name] for item in fields(TrainState) if item.name in content})
 
 
 class BackgroundWriter:
@@ -142,6 +148,29 @@ class CheckpointManager:
             self._load(self.ctx.broadcast_tree(content))
         return path
 
+    def load_best(self) -> TrainState | None:
+        """Load best.pt, all but optimizers, and return its progress. Call on every rank, after the last step.
+
+        None, if the weights are those of best.pt, or if there is none.
+        """
+        if self.train_state.best is None or self.train_state.best_step == self.train_state.step:
+            return None
+        self.wait()
+        content: dict[str, Any] = {}
+        if not self.ctx.on_main(self._read_best, content):
+            return None
+        content = self.ctx.broadcast_tree(content)
+        self._load_parts(content, for_training=False)
+        return progress_of(content)
+
+    def _read_best(self, found: dict[str, Any]) -> bool:
+        path = self.directory.best_path
+        try:
+            found.update(checkpoint_file.read(path), path=str(path))
+        except checkpoint_file.InvalidCheckpoint as error:
+            log.warning("warning: %s cannot be used: %s; the weights of the last step are tested", path, error)
+        return bool(found)
+
     def _find(self, found: dict[str, Any]) -> str | None:
         """On rank 0: put the content of the checkpoint to use into `found`, and return its path."""
         config = self.config
@@ -184,19 +213,12 @@ class CheckpointManager:
             log.warning(f"warning: {change}: {effect}; {batch}")
 
     def _load(self, content: Mapping[str, Any]) -> None:
-        for item in fields(TrainState):
-            setattr(self.train_state, item.name, content[item.name])
+        for name, value in vars(progress_of(content)).items():
+            setattr(self.train_state, name, value)
         if Path(content["path"]).parent == self.directory.path:
             self.last_step = self.train_state.step
             self.on_saved(self.last_step)
-        for name, part in self.state.items():
-            if self.config.evaluate and isinstance(part, torch.optim.Optimizer | torch.amp.GradScaler):
-                continue  # not evaluated, and its options may differ
-            try:
-                part.load_state_dict(content[name])
-            except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                reason = f"its {name} does not fit this run: {error}"
-                raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
+        self._load_parts(content, for_training=not self.config.evaluate)
         if self.config.evaluate:
             return
         if content["world_size"] == self.ctx.world_size:
@@ -206,3 +228,13 @@ class CheckpointManager:
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
+
+    def _load_parts(self, content: Mapping[str, Any], *, for_training: bool) -> None:
+        for name, part in self.state.items():
+            if not for_training and isinstance(part, torch.optim.Optimizer | torch.amp.GradScaler):
+                continue  # not evaluated, and its options may differ
+            try:
+                part.load_state_dict(content[name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                reason = f"its {name} does not fit this run: {error}"
+                raise CheckpointError(f"cannot load {content['path']}: {reason}") from error

@@ -35,6 +35,7 @@ class RunConfig:
     grad_accum_steps: int = _training(1, "forward passes per optimizer step, with one all-reduce", kind=positive, may_change_on_resume=True)
     clip_grad: float | None = _training(None, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
     ema: float | None = _training(None, "evaluate an exponential moving average of the weights with this decay, such as 0.999", kind=number(float, 0, max=1))
+    patience: int | None = _training(None, "stop after this many epochs without a better validation metric (metric_for_best_model)", kind=positive, may_change_on_resume=True)
     evaluate: bool = _training(False, "evaluate the newest checkpoint, or the one of --resume PATH; do not train", may_change_on_resume=True)
 
     precision: str = _speed("fp32", "number format of the forward and backward pass", choices=("fp32", "bf16", "fp16"))

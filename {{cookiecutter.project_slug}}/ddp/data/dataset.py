@@ -4,18 +4,31 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ddp.core.errors import SetupError, UsageError
+from ddp.core.run_config import RunConfig
 from ddp.data.first_batch import explain_collate_error
 from ddp.distributed.seeds import derive_seed
 from ddp.distributed.tree import map_tensors
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
+
+
+class Datasets(NamedTuple):
+    """What load_datasets returns.
+
+    train: the training set. val: the validation set, evaluated after each epoch; it chooses best.pt, so without it
+    there is none. test: the test set, evaluated once, at the end of the run, and by --evaluate.
+    """
+
+    train: Any
+    val: Any = None
+    test: Any = None
 
 
 class BatchDataset(Dataset):
@@ -68,15 +81,31 @@ class BatchDataset(Dataset):
         """Move data held in memory to a GPU, if they fit. Not called if DataLoader workers need to reach the data."""
 
 
-def check_datasets(train_set: Any, test_set: Any) -> None:
-    """Refuse datasets without samples, and streams. Raises UsageError or SetupError."""
-    for part, dataset in (("training", train_set), ("test", test_set)):
+def check_datasets(found: Any, config: RunConfig) -> Datasets:
+    """Check what load_datasets returned: no set is empty or a stream. Raises UsageError or SetupError."""
+    if not isinstance(found, Datasets) or found.train is None:
+        remedy = "return Datasets(train, val, test), from ddp.data.dataset; val and test may be None"
+        raise UsageError(f"load_datasets in data.py returned {_describe(found)}: {remedy}")
+    if config.evaluate and found.val is None and found.test is None:
+        raise UsageError("--evaluate: there is neither a validation set nor a test set")
+    if config.patience is not None and found.val is None:
+        raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
+    for part, dataset in (("training", found.train), ("validation", found.val), ("test", found.test)):
+        if dataset is None:
+            continue
         by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, IterableDataset) or not by_index:
             stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
             raise SetupError(f"there are no {part} samples: check --data-dir")
+    return found
+
+
+def _describe(found: Any) -> str:
+    if isinstance(found, Datasets):
+        return "no training set"
+    return f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
 
 
 def data_name(dataset: Any) -> str:

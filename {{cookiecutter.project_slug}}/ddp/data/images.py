@@ -8,10 +8,11 @@ import inspect
 import logging
 import os
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy
 import torch
@@ -25,8 +26,12 @@ from tqdm import tqdm
 from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.data.dataset import BatchDataset
+from ddp.data.split import split_by_class
 from ddp.distributed.process_group import available_cores
 from ddp.distributed.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 CHUNK_PIXELS = 256 * 32 * 32  # of images in memory that are prepared together: 3 MB of floats
@@ -61,6 +66,27 @@ class ImageDataset(BatchDataset):
 
     def __len__(self) -> int:
         return self.length
+
+    def split(self, fraction: float, seed: int) -> "tuple[Self, Self | None]":
+        """A training set, and a validation set with `fraction` of each class, which the seed draws; None if that is 0.
+
+        Raises SetupError if that is less than one sample.
+        """
+        if fraction == 0:
+            return self, None
+        train, val = split_by_class(self._all_targets(), fraction, seed)
+        if len(val) == 0:
+            remedy = "raise it, add data for validation, or pass --val-fraction 0 to train without"
+            raise SetupError(f"--val-fraction {fraction:g} of each class is less than one sample: {remedy}")
+        return self._part(train), self._part(val)
+
+    def _all_targets(self) -> Tensor:
+        raise NotImplementedError
+
+    def _part(self, indices: Tensor) -> "Self":
+        part = copy(self)
+        part.length = len(indices)
+        return part
 
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
         """Crop and flip the images at random."""
@@ -135,6 +161,14 @@ class ImagesInMemory(ImageDataset):
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
 
+    def _all_targets(self) -> Tensor:
+        return self.targets
+
+    def _part(self, indices: Tensor) -> "Self":
+        part = super()._part(indices)
+        part.images, part.targets = self.images[indices], self.targets[indices]
+        return part
+
     def to(self, device: torch.device) -> None:
         if self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
             self.images = self.images.to(device)
@@ -181,6 +215,14 @@ class ImageFiles(ImageDataset):
             raise SetupError(f"--data-dir: {error}") from error
         super().__init__(len(found.samples), found.classes, transforms)
         self.folder, self.samples = folder, found.samples
+
+    def _all_targets(self) -> Tensor:
+        return torch.tensor([target for _, target in self.samples])
+
+    def _part(self, indices: Tensor) -> "Self":
+        part = super()._part(indices)
+        part.samples = [self.samples[index] for index in indices.tolist()]
+        return part
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         images = torch.stack([self.read(self.samples[index][0]) for index in indices])

@@ -125,14 +125,18 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Batches of this rank's part of the test data, on its device: each sample on one rank, once, in order.
+    """Batches of this rank's part of a validation or test set, on its device: each sample on one rank, once, in order.
+
+    part: "val" or "test". A dataset of None has no batches.
 
     The batches are the same for any number of processes, which take turns. They are not split: an evaluation keeps
     nothing for a backward pass, so it takes chunks as they are.
     """
 
-    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext) -> None:
-        super().__init__(dataset, "test", config, ctx)
+    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
+        self.part = part
+        self.part_name = {"val": "validation"}.get(part, part)
+        super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
         batches = -(-self.length // self.chunk_size)
         self.common_batches = batches // ctx.world_size  # that every rank has
         self.generator = torch.Generator()
@@ -150,6 +154,14 @@ class EvalLoader(_Loader):
                 yield batch
             if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
                 raise StopRequested(decision)
+
+
+def sample_counts(train_loader: TrainLoader, *eval_loaders: EvalLoader) -> str:
+    """`45,000 training, 5,000 validation samples; no test set`."""
+    counts = [f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length]
+    missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
+    samples = ", ".join([f"{train_loader.length:,} training", *counts])
+    return f"{samples} samples{f'; {missing}' if missing else ''}"
 
 
 def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:

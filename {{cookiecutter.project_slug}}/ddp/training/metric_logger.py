@@ -34,15 +34,15 @@ class MetricLogger:
     def __init__(self, folder: Path, last_step: int) -> None:
         self.folder, self.last_step = folder, last_step
         self.path = folder / "metrics.jsonl"
-        self.last_eval_step = _truncate_after(self.path, last_step)
+        self.evaluated = _truncate_after(self.path, last_step)
         self.file = self.path.open("a", buffering=1)
         self.tensorboard: Any = NullLogger()  # until the first line
         self.bar: Any = NullLogger()
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Write one line to metrics.jsonl, and its numbers to TensorBoard."""
-        if split == "test" and step == self.last_eval_step:
-            return  # resumed where the epoch has no step left for more processes: this evaluation is already logged
+        if (split, step) in self.evaluated:
+            return  # a finished run, or one resumed where the epoch has no step left for more processes
         if not self.tensorboard:  # not earlier: the import alone takes as long as many steps
             from torch.utils.tensorboard import SummaryWriter
 
@@ -90,15 +90,15 @@ def _ignore_tensorboard_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-def _truncate_after(path: Path, last_step: int) -> int | None:
-    """Delete the lines of `path` that are later than `last_step`, or incomplete. Returns the last evaluation's step."""
-    kept, last_eval_step = [], None
+def _truncate_after(path: Path, last_step: int) -> set[tuple[str, int]]:
+    """Delete the lines of `path` after `last_step`, and incomplete ones. Returns split and step of the evaluations."""
+    kept, evaluated = [], set()
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):  # a kill cut it off
             values = json.loads(line)
             if values["step"] <= last_step:
                 kept.append(line + "\n")
-                last_eval_step = values["step"] if values["split"] == "test" else last_eval_step
+                evaluated |= {(values["split"], values["step"])} if values["split"] != "train" else set()
     with atomic_write(path, "w") as file:
         file.writelines(kept)
-    return last_eval_step
+    return evaluated

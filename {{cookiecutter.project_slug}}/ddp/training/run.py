@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp.checkpoint.manager import CheckpointManager
+from ddp.checkpoint.manager import CheckpointManager, TrainState
 from ddp.checkpoint.state import UnsavedState
 from ddp.core.errors import Diverged, ExitCode, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import storage_errors
@@ -27,7 +27,7 @@ from ddp.core.run_config import RunConfig
 from ddp.core.source_hash import hash_source_files
 from ddp.core.status import write_status
 from ddp.core.stop_signal import stop_error, stop_signal
-from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.loader import EvalLoader, TrainLoader, sample_counts
 from ddp.distributed.process_group import DistContext, plural
 from ddp.distributed.seeds import seed_rank
 from ddp.distributed.stop_sync import StopDecision, StopRequested
@@ -55,6 +55,7 @@ class Run:
         self.throughput = Throughput()
         self.max_steps = config.max_steps or sys.maxsize
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
+        self.evaluated_state: TrainState | None = None  # if it is not `state`
         self.stop_reason: int = signal.SIGTERM  # on which all ranks agree
         self.started = time.perf_counter()
         self.status_written = 0.0  # when status.json was last written
@@ -143,12 +144,12 @@ class Run:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    def log_summary(self, model: torch.nn.Module, eval_loader: EvalLoader) -> None:
+    def log_summary(self, model: torch.nn.Module, *eval_loaders: EvalLoader) -> None:
         """Print what is about to run."""
         config, loader, state = self.config, self.train_loader, self.state
         weights = sum(tensor.numel() for tensor in model.parameters())
         log.info(f"{model_name(model, config)}, {weights:,} weights")
-        log.info(f"{loader.name}: {loader.length:,} training samples, {eval_loader.length:,} test samples")
+        log.info(f"{loader.name}: {sample_counts(loader, *eval_loaders)}")
         processes = plural(self.ctx.world_size, "process", "es")
         launcher = f" ({self.ctx.launcher.value})" if self.ctx.world_size > 1 else ""
         log.info(f"{processes}{launcher} on {self.ctx.device.type}, {self.ctx.backend}, {config.precision}")
@@ -166,12 +167,16 @@ class Run:
         resuming = f"resuming from {self.resumed_from}, at step {state.step:,}, {where}"
         log.info(resuming if self.resumed_from else f"a new run, in {config.output_dir}")
         if self.finished():
-            log.info("already done; to train longer, raise --epochs or --max-steps; or choose another --output-dir")
+            limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
+            log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
 
     def finished(self) -> bool:
-        """Whether --epochs or --max-steps are done, and evaluated: the run then ends with exit code 0."""
+        """Whether --epochs, --max-steps or --patience end the run, and it was evaluated: it exits with 0."""
         enough = self.state.step >= self.max_steps and self.state.evaluated_step == self.state.step
-        return enough or self.state.epoch >= self.config.epochs
+        return enough or self.state.epoch >= self.config.epochs or self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        return self.config.patience is not None and self.state.epochs_since_best >= self.config.patience
 
     def steps(self) -> Iterator[Any]:
         """The steps that are left of this epoch, up to --max-steps, each as its batches."""
@@ -222,31 +227,42 @@ class Run:
         with self.throughput.paused():  # the first line imports TensorBoard
             self._log(self.logger.write, step, "train", values)
         speed = f"{rates['samples_per_s']:,.0f} samples/s"
-        log.info(f"{self._where(epoch)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
+        log.info(f"{self._where(epoch, step)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
-        """Log an evaluation."""
-        state = self.state
+        """Log an evaluation, of the weights of `load_best` after that. Nothing, if there was no data."""
+        state = self.evaluated_state or self.state
+        if not metrics:
+            return
         epoch = state.epoch + (state.samples_consumed > 0)
         values = {"epoch": epoch, **metrics, "count": eval_loader.length}
-        self._log(self.logger.write, state.step, "test", values)
-        best = "  (best so far)" if state.best_step == state.step and not self.config.evaluate else ""
-        log.info(f"{self._where(epoch)}  test   {format_metrics(metrics)}{best}")
+        self._log(self.logger.write, state.step, eval_loader.part, values)
+        is_best = eval_loader.part == "val" and state.best_step == state.step and not self.config.evaluate
+        best = "  (best so far)" if is_best else "  (best.pt)" if self.evaluated_state else ""
+        log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
 
-    def end_epoch(self, metrics: Mapping[str, float], value: float, eval_loader: EvalLoader) -> None:
+    def end_epoch(
+        self, metrics: Mapping[str, float], metric: Callable[[Mapping[str, float]], float], val_loader: EvalLoader
+    ) -> None:
         """After the evaluation at the end of an epoch or of --max-steps: log and save.
 
-        value: of metric_for_best_model. If it is the highest so far, this step's checkpoint becomes best.pt.
+        If metric(metrics) is the highest so far, this step's checkpoint becomes best.pt. metrics: empty without data.
         """
         state = self.state
-        if state.best is None or math.isnan(state.best) or value > state.best:  # any number is better than a first NaN
-            state.best, state.best_step = float(value), state.step
-            state.best_metrics = {name: float(metric) for name, metric in metrics.items()}
-        self.log_eval(metrics, eval_loader)
+        value = float(metric(metrics)) if metrics else None
+        # Any number is better than a first NaN.
+        if value is not None and (state.best is None or math.isnan(state.best) or value > state.best):
+            state.best, state.best_step, state.epochs_since_best = value, state.step, 0
+            state.best_metrics = {name: float(each) for name, each in metrics.items()}
+        elif self.completes_epoch:
+            state.epochs_since_best += 1
+        self.log_eval(metrics, val_loader)
         state.evaluated_step = state.step
         if self.completes_epoch:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
         self.save()
+        if self._is_out_of_patience():
+            log.info(f"stopping early: no better validation metric in {state.epochs_since_best} epochs (--patience)")
 
     def _log(self, write: Callable[..., None], *arguments: Any, status: bool = False) -> None:
         """Write to the logs, and to status.json if `status` or if it is old. Rank 0 may fail alone; others learn it."""
@@ -257,11 +273,15 @@ class Run:
                     self.status_written = time.monotonic()
                     self._write_status("running")
 
-    def _where(self, epoch: int) -> str:
+    def load_best(self) -> None:
+        """Load the weights of best.pt, after the last step of the run: for its only evaluation on the test set."""
+        self.evaluated_state = self.checkpoints.load_best()
+
+    def _where(self, epoch: int, step: int) -> str:
         if self.config.evaluate:  # its own options do not know how long the training was to be
-            return f"epoch {epoch}  step {self.state.step:,}"
+            return f"epoch {epoch}  step {step:,}"
         epochs, steps = str(self.config.epochs), f"{self.total_steps:,}"
-        return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {self.state.step:>{len(steps)},}/{steps}"
+        return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {step:>{len(steps)},}/{steps}"
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -274,11 +294,14 @@ class Run:
             self.profiler.close()
             self.logger.close()
             self._write_status("done", 0)
-        if state.best is not None:  # otherwise: a finished run's checkpoint, in a new directory
-            best = f"best at step {state.best_step:,}: {format_metrics(state.best_metrics)}"
-            log.info(f"done in {time.perf_counter() - self.started:,.0f} s; {best}")
-            log.info(f"  best weights  {path / 'best.pt'}")
-            log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
+        newest = next(iter(self.checkpoints.directory.paths()), None)
+        if newest is None:  # a finished run's checkpoint, in a new directory
+            return
+        chosen = state.best is not None
+        best = f"; best at step {state.best_step:,}: val {format_metrics(state.best_metrics)}" if chosen else ""
+        log.info(f"done in {time.perf_counter() - self.started:,.0f} s{best}")
+        log.info(f"  best weights  {path / 'best.pt'}" if chosen else f"  weights       {newest}")
+        log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
     def record_failure(self, error: BaseException) -> None:
         """Add to `error` what the user needs to know of the run, and record it in status.json. Not a collective."""
