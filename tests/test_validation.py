@@ -151,19 +151,21 @@ def test_without_a_test_set_a_run_ends_after_its_validation(tmp_path: Path, monk
 
 
 def test_a_run_stops_early_and_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epoch 2 is the best. The run is also interrupted, to see that the count is in the checkpoint."""
+    """The third epoch is better again. The run is also interrupted, to see that the count is in the checkpoint."""
     options = (*OPTIONS, "--epochs", 9, "--output-dir", tmp_path, "--patience")
     with monkeypatch.context() as patch:
-        better_in_epoch(patch, 2)
-        train(1, *options, 3, "--max-steps", 30)  # 3 epochs
-    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: -9.0)
-    output = train(2, *options, 3, "--batch-size", 16)
-    assert "stopping early: no better validation metric in 3 epochs (--patience)\n" in output
+        values = iter([5.0, 4.0, 6.0])
+        patch.setattr(main, "metric_for_best_model", lambda metrics: next(values))
+        train(1, *options, 2, "--max-steps", 30)  # 3 epochs
+    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: 3.0)
+    train(1, *options, 2, "--max-steps", 40)
+    output = train(2, *options, 2, "--batch-size", 16)
+    assert "stopping early: no better validation metric in 2 epochs (--patience)\n" in output
     assert [line["epoch"] for line in lines(tmp_path, "val")] == [1, 2, 3, 4, 5]
-    assert [line["epoch"] for line in lines(tmp_path, "test")] == [2], "best.pt is still the same"
-    again = train(1, *options, 3)
+    assert [line["epoch"] for line in lines(tmp_path, "test")] == [3], "best.pt is still the same"
+    again = train(1, *options, 2)
     assert "already done; to train longer, raise --patience" in again and len(lines(tmp_path, "val")) == 5
-    train(1, *options, 4)
+    train(1, *options, 3)
     assert [line["epoch"] for line in lines(tmp_path, "val")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from config import Config
 from data import load_datasets
+from ddp.checkpoint.saved_options import with_saved_options
 from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
@@ -35,6 +36,7 @@ from model import (
 
 def main(config: Config, rank_env: RankEnv) -> None:
     """Train, or only evaluate with --evaluate, as the process that `rank_env` describes. Every rank runs this."""
+    config = with_saved_options(config, rank_env)  # for --evaluate
     # Do all local checks first, so that errors surface before any rank blocks on another.
     check_backend(config)
     choose_algorithms(config)

@@ -24,6 +24,8 @@ _data, _training, _speed, _run, _distributed = (
 class RunConfig:
     """The options of a run. A task adds its own, and may override data_status and check."""
 
+    given = frozenset[str]()  # the names of those on the command line
+
     batch_size: int = _data(64, "training samples per process and forward pass", kind=positive, may_change_on_resume=True)
     workers: int | None = _data(None, "DataLoader workers per process; default: 0 for data in memory, else by cores", kind=non_negative, may_change_on_resume=True, per_process=True)
 
@@ -36,7 +38,7 @@ class RunConfig:
     clip_grad: float | None = _training(None, "clip the gradient to this norm", kind=number(float, 0, exclusive=True))
     ema: float | None = _training(None, "evaluate an exponential moving average of the weights with this decay, such as 0.999", kind=number(float, 0, max=1))
     patience: int | None = _training(None, "stop after this many epochs without a better validation metric (metric_for_best_model)", kind=positive, may_change_on_resume=True)
-    evaluate: bool = _training(False, "evaluate the newest checkpoint, or the one of --resume PATH; do not train", may_change_on_resume=True)
+    evaluate: bool = _training(False, "evaluate the newest checkpoint of OUTPUT_DIR, or the one of --resume PATH, with its own options; do not train", may_change_on_resume=True)
 
     precision: str = _speed("fp32", "number format of the forward and backward pass", choices=("fp32", "bf16", "fp16"))
     matmul_precision: str = _speed("highest", "fp32 matrix products: high allows TF32 on GPUs, and medium bf16 (torch.set_float32_matmul_precision)", choices=("highest", "high", "medium"))
@@ -74,8 +76,13 @@ class RunConfig:
             epilog="Hyphens and underscores are both accepted in option names. README.md lists the exit codes.",
         )
         parser.add_options(cls)
-        config = cls(**vars(parser.parse_args(arguments)))
-        config.check()
+        given = vars(parser.parse_args(arguments))
+        config = cls(**given)
+        config.given = frozenset(given)
+        if config.evaluate:  # the rest, once the options of the checkpoint are known
+            RunConfig.check(config)
+        else:
+            config.check()
         return config
 
     def data_status(self) -> str:

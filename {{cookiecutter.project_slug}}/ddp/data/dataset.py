@@ -88,7 +88,7 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         raise UsageError(f"load_datasets in data.py returned {_describe(found)}: {remedy}")
     if config.evaluate and found.val is None and found.test is None:
         raise UsageError("--evaluate: there is neither a validation set nor a test set")
-    if config.patience is not None and found.val is None:
+    if config.patience is not None and found.val is None and not config.evaluate:
         raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
     for part, dataset in (("training", found.train), ("validation", found.val), ("test", found.test)):
         if dataset is None:
