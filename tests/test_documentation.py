@@ -287,6 +287,35 @@ def test_a_checkpoint_holds_the_state_that_is_passed_as_the_readme_says(edited: 
 
 
 @pytest.mark.slow
+def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_readme(project: Path, tmp_path: Path) -> None:
+    """In one step, frozen weights stay and the head moves; or the rest moves by a tenth."""
+    section = README.partition("### Fine-tune\n")[2].partition("\n### ")[0]
+    _, freeze, slower = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)
+
+    def moved(name: str, old: str = "", new: str = "") -> list[float]:
+        edited = Path(shutil.copytree(project, tmp_path / name))
+        text = (edited / "model.py").read_text()
+        assert not old or text.count(old) == 1
+        (edited / "model.py").write_text(text.replace(old, new) if old else text)
+        step = "--max-steps 1 --lr-schedule constant --warmup-epochs 0 --momentum 0 --weight-decay 0 --model resnet18"
+        for folder, lr in (("a", 1e-30), ("b", 0.1)):
+            run(f"python main.py {TINY}{folder} {step} --lr {lr}", edited)
+        files = (edited / f"runs/{folder}/checkpoints/step_00000001.pt" for folder in "ab")
+        before, after = (torch.load(file, weights_only=True)["model"] for file in files)
+        return [(after[each] - before[each]).norm().item() for each in ("layer1.0.conv1.weight", "fc.weight")]
+
+    anchor, optimizer = (
+        "    return model.to(memory_format=torch.channels_last)",
+        "    return torch.optim.SGD(model.parameters(), ",
+    )
+    whole = moved("whole")
+    frozen = moved("frozen", anchor, freeze + anchor)
+    slow = moved("slow", optimizer, f"{slower}    return torch.optim.SGD(model.parameters(), ")
+    assert frozen[0] < 1e-20 and frozen[1] > 0.01
+    assert slow == pytest.approx([whole[0] / 10, whole[1]], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_a_run_stops_early_by_the_line_of_the_readme(edited: Path) -> None:
     """As soon as the accuracy is enough; the same command then ends at once."""
     output = edited / "runs/early"

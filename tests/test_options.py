@@ -160,7 +160,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 # For each option, a value that is not its default; None for an option without a value.
 VALUES: dict[str, str | None] = {
     **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
-    **dict(cache="other_where/in_there", val_fraction="0.2", patience="5"),
+    **dict(cache="other_where/in_there", val_fraction="0.2", patience="5", init_from="some_where/best_1.pt"),
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
     **dict(ema="0.99"),
     **dict(lr_schedule="constant", warmup_epochs="0.5", scale_lr=None, grad_accum_steps="2", evaluate=None),
@@ -240,6 +240,9 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--cache where", ["--cache", "imagefolder", "cifar10 is in memory"]),
     ("--val-fraction 0.95", ["--val-fraction", "'0.95'", "must be a number >= 0 and <= 0.9"]),
     ("--dataset synthetic --val-fraction 0.2", ["--val-fraction", "synthetic has a validation set"]),
+    ("--init-from=", ["--init-from", "path"]),
+    ("--init-from a.pt --resume b.pt", ["--init-from", "--resume b.pt"]),
+    ("--init-from a.pt --evaluate", ["--init-from", "--evaluate"]),
     ("--patience 0", ["--patience", "'0'", "must be an integer >= 1"]),
     ("--dataset mnist", ["--dataset", "'mnist'", "cifar10", "synthetic", "imagefolder"]),
     ("--data-dir=", ["--data-dir", "path"]),
@@ -622,6 +625,14 @@ def test_an_average_of_the_weights_is_kept(tmp_path: Path, small: None) -> None:
     content = run(tmp_path, *ONE_STEP, "--ema", 0.75).checkpoint()
     assert close(flat(content["ema"]), 0.75 * first_weights() + 0.25 * flat(content["model"]))
     assert not torch.equal(flat(content["ema"]), flat(content["model"]))
+
+
+@shows("init_from")
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, small: None) -> None:
+    """A rate of 1e-30 changes no weight. test_init_from.py has more."""
+    first = run(tmp_path / "first", "--epochs", 1)
+    still = run(tmp_path / "second", *PLAIN, "--lr", 1e-30, "--max-steps", 1, "--init-from", tmp_path / "first/best.pt")
+    assert torch.equal(still.weights(), first.weights()) and still.steps() == [1]
 
 
 @shows("patience")

@@ -14,6 +14,7 @@ from ddp.core.options import directory, number, option
 from ddp.core.run_config import RunConfig, check_command_line
 
 # Options in three sections of --help. A default of None needs kind=, a function that reads the value from text.
+# --evaluate takes those in the sections data and training from the checkpoint.
 # may_change_on_resume=True: a resumed run may have another value; otherwise it is refused.
 # per_process=True: the processes of a run may have different values, such as paths; otherwise that is refused.
 data_option, training_option, speed_option = (

@@ -10,6 +10,7 @@ import torch
 
 from config import Config
 from data import load_datasets
+from ddp.checkpoint.initial_weights import init_weights
 from ddp.checkpoint.saved_options import with_saved_options
 from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -52,6 +53,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         test_loader = EvalLoader(datasets.test, config, ctx, "test")
 
         # Two names for one set of weights: train ddp_model; evaluate and save model.
+        init_weights(model, config, ctx)  # --init-from, unless the run resumes
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         ddp_model = wrap_model(model, config, ctx)

@@ -12,6 +12,7 @@ import torch
 
 from config import Config
 from data import load_datasets
+from ddp.checkpoint.initial_weights import init_weights
 from ddp.checkpoint.saved_options import with_saved_options
 from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -54,6 +55,8 @@ def main(config: Config, rank_env: RankEnv) -> None:
         test_loader = EvalLoader(datasets.test, config, ctx, "test")
 
         # Two names for each set of weights: train ddp_generator and ddp_discriminator; evaluate and save model.
+        init_weights(model.generator, config, ctx, "generator")  # --init-from, unless the run resumes
+        init_weights(model.discriminator, config, ctx, "discriminator")
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         generator, discriminator = model.generator, model.discriminator

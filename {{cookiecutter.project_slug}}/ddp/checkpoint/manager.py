@@ -201,7 +201,8 @@ class CheckpointManager:
             if not differences and then != now and self.config.strict_resume:
                 differences = [f"--strict-resume: the number of processes was {then}, is {now}"]
         if differences:
-            verb, remedy = "resume from", "choose another --output-dir for a new run"
+            remedy = f"choose another --output-dir for a new run; --init-from {path} gives it these weights"
+            verb = "resume from"
             if self.config.evaluate:
                 verb, remedy = "evaluate", "choose another checkpoint with --resume"
             reasons = compatibility.first_few(differences)

@@ -49,6 +49,7 @@ class RunConfig:
 
     output_dir: str = _run("", "directory for everything that the run writes (default: runs/DATA-MODEL)", kind=directory, may_change_on_resume=True, per_process=True)
     resume: str = _run("auto", "auto: from the newest checkpoint of OUTPUT_DIR, if any; never: refuse to resume; or the path of a checkpoint", kind=path, may_change_on_resume=True, per_process=True)
+    init_from: str | None = _run(None, "begin a new run with these weights: the path of a checkpoint or of a state_dict; or torchvision: those of --model", kind=path, per_process=True)
     checkpoint_every: int | None = _run(None, "save every N steps as well as after every epoch", kind=positive, may_change_on_resume=True)
     keep_checkpoints: int = _run(3, "number of checkpoints to keep, in addition to best.pt", kind=number(int, 2), may_change_on_resume=True)
     log_every: int = _run(100, "log every N steps, and at the end of each epoch", kind=positive, may_change_on_resume=True)
@@ -110,6 +111,9 @@ class RunConfig:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
         if self.ema == 1:
             raise UsageError("--ema 1 would never follow the weights: pass less than 1, such as 0.999")
+        if self.init_from is not None and (self.evaluate or is_path):
+            other = "--evaluate" if self.evaluate else f"--resume {self.resume}"
+            raise UsageError(f"--init-from begins a new run, and {other} does not: remove one of them")
         if self.evaluate and self.resume == "never":
             raise UsageError("--evaluate needs a checkpoint: remove --resume never")
         if self.backend == "nccl" and self.device == "cpu":

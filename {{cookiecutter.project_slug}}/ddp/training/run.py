@@ -237,8 +237,8 @@ class Run:
         epoch = state.epoch + (state.samples_consumed > 0)
         values = {"epoch": epoch, **metrics, "count": eval_loader.length}
         self._log(self.logger.write, state.step, eval_loader.part, values)
-        is_best = eval_loader.part == "val" and state.best_step == state.step and not self.config.evaluate
-        best = "  (best so far)" if is_best else "  (best.pt)" if self.evaluated_state else ""
+        is_best = state.best_step == state.step and not self.config.evaluate
+        best = f"  ({'best so far' if eval_loader.part == 'val' else 'best.pt'})" if is_best else ""
         log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
 
     def end_epoch(

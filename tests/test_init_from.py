@@ -1,0 +1,174 @@
+"""--init-from: the weights of a checkpoint, of a file or of torchvision as the first weights of a new run."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outputs import newest
+from torch import Tensor
+from torchvision.models import get_model, get_model_weights
+
+import data
+from ddp.checkpoint import checkpoint_file as checkpoint
+from model import ToyModel
+from processes import train
+
+pytestmark = pytest.mark.slow
+# A rate of 1e-30 changes no weight: what is saved is what the run began with.
+STILL = ("--dataset", "synthetic", "--device", "cpu", "--lr", 1e-30, "--max-steps", 1, "--batch-size", 16)
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "val": 20})
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return ToyModel().state_dict()
+
+
+def began_with(folder: Path) -> dict[str, Tensor]:
+    return checkpoint.read(newest(folder))["model"]
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- where weights come from ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ema", [(), ("--ema", 0.5)])
+def test_a_checkpoint_gives_its_weights_and_nothing_else(ema: tuple[Any, ...], tmp_path: Path) -> None:
+    """Of a run with an average, the average: it is what was evaluated. The new average begins with it, too."""
+    options = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 8, "--epochs", 1, *ema)
+    train(1, *options, "--output-dir", tmp_path / "first")
+    first = checkpoint.read(tmp_path / "first/best.pt")
+    output = train(2, *STILL, *ema, "--init-from", tmp_path / "first/best.pt", "--output-dir", tmp_path / "second")
+    assert f"weights from {tmp_path}/first/best.pt: 10 of 10\n" in output and "initialised" not in output
+    second = checkpoint.read(newest(tmp_path / "second"))
+    assert equal(second["model"], first["ema" if ema else "model"]) and second["step"] == 1
+    assert not ema or equal(second["ema"], first["ema"])
+
+
+FORMS: dict[str, Any] = {
+    "a state_dict": lambda weights: weights,
+    "state_dict": lambda weights: {"state_dict": weights, "epoch": 3, "arch": "toy"},
+    "model_state_dict": lambda weights: {"model_state_dict": weights, "optimizer": {"state": {}}},
+    "of DistributedDataParallel": lambda weights: {f"module.{name}": weight for name, weight in weights.items()},
+    "of torch.compile": lambda weights: {"model": {f"_orig_mod.{name}": weight for name, weight in weights.items()}},
+    "half precision": lambda weights: {name: weight.bfloat16() for name, weight in weights.items()},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_other_programs(form: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(FORMS[form](weights), tmp_path / "weights.pth")
+    output = train(1, *STILL, "--init-from", tmp_path / "weights.pth", "--output-dir", tmp_path / "run")
+    assert "weights.pth: 10 of 10\n" in output
+    expected = {name: weight.bfloat16().float() for name, weight in weights.items()} if "half" in form else weights
+    assert equal(began_with(tmp_path / "run"), expected)
+
+
+def test_torchvision_gives_the_pretrained_weights_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its cache: here is no network. The classifier has other classes."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    name = get_model_weights("squeezenet1_1").DEFAULT.url.rpartition("/")[2]
+    torch.manual_seed(7)
+    pretrained = get_model("squeezenet1_1").state_dict()
+    (tmp_path / "cache/hub/checkpoints").mkdir(parents=True)
+    torch.save(pretrained, tmp_path / "cache/hub/checkpoints" / name)
+    options = (*STILL, "--model", "squeezenet1_1", "--init-from", "torchvision")
+    output = train(2, *options, "--output-dir", tmp_path / "run")
+    assert "weights from torchvision: 50 of 52\n" in output
+    again = "  of another size, so initialised anew: classifier.1.weight [1000, 512, 1, 1]; classifier.1.bias [1000]\n"
+    assert again in output
+    began = began_with(tmp_path / "run")
+    body = [key for key in pretrained if "classifier" not in key]
+    assert all(torch.allclose(began[key], pretrained[key], rtol=0, atol=1e-20) for key in body)
+
+    for proxy in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
+    output = train(2, *options, "--output-dir", tmp_path / "other", code=3)
+    assert output.count("error:") == 1 and f"/{name}: " in output and "pass its path to --init-from" in output
+    output = train(1, *STILL, "--init-from", "torchvision", "--output-dir", tmp_path / "other", code=2)
+    assert output.endswith("error: --init-from torchvision: it has no weights for ToyModel; pass a file\n")
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_listed_and_a_head_is_initialised_anew(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    train(1, *STILL, "--output-dir", tmp_path / "fresh")
+    other = {**weights, "fc3.weight": torch.ones(5, 84), "fc3.bias": torch.ones(5), "extra.weight": torch.ones(2)}
+    del other["conv2.bias"]
+    torch.save(other, tmp_path / "weights.pth")
+    output = train(2, *STILL, "--init-from", tmp_path / "weights.pth", "--output-dir", tmp_path / "run")
+    assert "weights.pth: 7 of 10\n" in output
+    assert "  of another size, so initialised anew: fc3.weight [5, 84]; fc3.bias [5]\n" in output
+    assert "  missing, so initialised anew: conv2.bias\n" in output
+    assert "  not in this model: extra.weight\n" in output
+    began, fresh = began_with(tmp_path / "run"), began_with(tmp_path / "fresh")
+    assert all(torch.equal(began[name], fresh[name]) for name in ("fc3.weight", "fc3.bias", "conv2.bias"))
+    loaded = began.keys() - {"fc3.weight", "fc3.bias", "conv2.bias"}
+    assert all(torch.equal(began[name], weights[name]) for name in loaded)
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_what_cannot_be_used_is_refused_with_one_line(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+
+    def refusal() -> str:
+        output = train(2, *STILL, "--init-from", path, "--output-dir", tmp_path / "run", code=4)
+        assert output.count("\n") == 1 and output.startswith(f"error: --init-from {path}"), output
+        return output
+
+    assert "cannot be used: No such file or directory" in refusal()
+    torch.save({"epoch": 3}, path)
+    assert "holds no weights: it needs a state_dict, or a checkpoint of a run" in refusal()
+    torch.save({"other.weight": torch.ones(3)}, path)
+    assert "none of its weights fits this model; its first weight is other.weight [3]" in refusal()
+    path.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
+    assert "holds no weights that torch can load safely" in refusal() and not (tmp_path / "executed").exists()
+    train(1, *STILL, "--output-dir", tmp_path / "first")
+    damaged = bytearray(newest(tmp_path / "first").read_bytes())
+    damaged[len(damaged) // 2] ^= 1  # in the largest weight
+    path.write_bytes(damaged)
+    assert "cannot be used: its digest does not match" in refusal()
+
+
+# ---- with a checkpoint of its own -----------------------------------------------------------------------------------
+
+
+def test_a_run_that_resumes_keeps_its_own_weights(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    """The file may be gone by then."""
+    torch.save(weights, tmp_path / "weights.pth")
+    options = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 8, "--init-from", tmp_path / "weights.pth")
+    train(2, *options, "--epochs", 2, "--output-dir", tmp_path / "whole")
+    train(2, *options, "--epochs", 2, "--max-steps", 3, "--output-dir", tmp_path / "parts")
+    (tmp_path / "weights.pth").unlink()
+    output = train(2, *options, "--epochs", 2, "--output-dir", tmp_path / "parts")
+    assert "resuming from" in output and "weights from" not in output
+    assert equal(began_with(tmp_path / "whole"), began_with(tmp_path / "parts"))
+
+
+def test_a_refused_resume_names_this_option(tmp_path: Path) -> None:
+    train(1, *STILL, "--output-dir", tmp_path)
+    output = train(1, *STILL, "--momentum", 0.5, "--output-dir", tmp_path, code=4)
+    remedy = f"--init-from {newest(tmp_path)} gives it these weights\n"
+    assert "--momentum was 0.9, is 0.5" in output and output.endswith(remedy)
