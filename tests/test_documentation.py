@@ -183,6 +183,10 @@ ELSEWHERE = {
     "pip install -e '.[dev]' && pytest": "test_generator, and make own-tests",
     "pip install matplotlib": "test_benchmark",
     "python main.py": "test_data: with a download from a server of the test",
+    "python main.py --evaluate --resume runs/cifar10-ToyModel/best.pt": "test_saved_options",
+    "python main.py --model resnet18 --init-from torchvision --dataset imagefolder --data-dir flowers --image-size 224 "
+    "--lr 0.003": "test_init_from",
+    "python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg": "test_predict",
     "python main.py --rank 0 --world-size 2 --init-method tcp://10.0.0.1:23456": "test_launch, test_machines",
     "python benchmark.py": "test_benchmark",
     "python benchmark.py --model resnet50 --dataset synthetic --image-size 224 --precision bf16": "test_benchmark",

@@ -18,6 +18,7 @@ from ddp.core.errors import CheckpointError, Diverged, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.source_hash import hash_source_files
 from ddp.data.loader import TrainLoader
+from ddp.data.saved_dataset import describe
 from ddp.distributed.process_group import DistContext, plural
 from ddp.distributed.seeds import random_state, set_random_state
 from ddp.distributed.streams import Mark
@@ -136,6 +137,7 @@ class CheckpointManager:
         # Of models, names and shapes of the weights are compared instead of the class.
         classes = {name: type(part).__name__ for name, part in state.items() if not isinstance(part, torch.nn.Module)}
         self.facts |= {"classes": classes, "global_batch": train_loader.global_batch, "samples": train_loader.length}
+        self.facts["dataset"] = describe(train_loader.dataset)
         self.reserved = {"path", "random", *self.facts, *asdict(self.train_state)}
         if taken := [name for name in state if name in self.reserved]:
             raise UsageError(f"run.resume({taken[0]}=...): checkpoints use that name; choose another one")

@@ -1,4 +1,4 @@
-"""--evaluate: the options that loss and data depend on come from the checkpoint."""
+"""The options in a checkpoint: for --evaluate those that loss and data depend on, for predict.py all."""
 
 import dataclasses
 import logging
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ddp.checkpoint import checkpoint_file
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.core.errors import CheckpointError
 from ddp.core.options import flag_of
@@ -37,6 +38,18 @@ def with_saved_options(config: Config, env: RankEnv) -> Config:
     config = dataclasses.replace(config, **taken)
     config.check()
     return config
+
+
+def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, Any], Config]:
+    """The content of a checkpoint, and all options that its run had. Raises CheckpointError."""
+    try:
+        content = checkpoint_file.read(path)
+    except checkpoint_file.InvalidCheckpoint as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    if "dataset" not in content:
+        raise CheckpointError(f"{path} is of an earlier version of this project, which did not store the classes")
+    names = {item.name for item in dataclasses.fields(config_class)}
+    return content, config_class(**{name: value for name, value in content["config"].items() if name in names})
 
 
 def saved_names(config: RunConfig) -> list[str]:

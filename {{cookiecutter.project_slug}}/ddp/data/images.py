@@ -229,20 +229,24 @@ class ImageFiles(ImageDataset):
         return torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices), images
 
     def read(self, path: str) -> Tensor:
-        """The square in the middle of an image, resized: [3, image_size, image_size]."""
-        size = self.transforms.image_size
-        try:
-            with Image.open(path) as file:
-                file.draft("RGB", (size, size))  # a JPEG of at least twice the size is decoded at a half, a quarter ...
-                image = file.convert("RGB")
-        except Exception as error:  # Pillow raises whatever error a decoder has
-            raise SetupError(f"{path} is not an image that can be read; replace or remove it") from error
-        if image.size != (size, size):
-            w, h = image.size
-            left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
-            box = (left, top, left + side, top + side)  # crop first: the rest need not be resized
-            image = image.resize((size, size), Image.Resampling.BILINEAR, box)
-        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+        """An image: [3, image_size, image_size] uint8."""
+        return read_square(path, self.transforms.image_size)
+
+
+def read_square(path: str | Path, size: int) -> Tensor:
+    """The square in the middle of an image file, resized: [3, size, size] uint8. Raises SetupError."""
+    try:
+        with Image.open(path) as file:
+            file.draft("RGB", (size, size))  # a JPEG of at least twice the size is decoded at a half, a quarter ...
+            image = file.convert("RGB")
+    except Exception as error:  # Pillow raises whatever error a decoder has
+        raise SetupError(f"{path} is not an image that can be read; replace or remove it") from error
+    if image.size != (size, size):
+        w, h = image.size
+        left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
+        box = (left, top, left + side, top + side)  # crop first: the rest need not be resized
+        image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+    return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
 def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:

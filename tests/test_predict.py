@@ -1,0 +1,152 @@
+"""predict.py: the classes of images, prepared as in an evaluation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import predict
+import pytest
+import torch
+from outputs import newest
+from PIL import Image
+from torch.utils.data import Subset
+
+import data
+from config import Config
+from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.core.errors import CheckpointError, SetupError, UsageError
+from ddp.data.images import ImageFiles, ImagesInMemory, ImageTransforms
+from ddp.data.saved_dataset import describe
+from model import build_model
+from processes import train
+
+pytestmark = pytest.mark.slow
+TRAIN = ("--device", "cpu", "--batch-size", 8, "--epochs", 1, "--warmup-epochs", 0, "--lr", 0.1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Photographs of many sizes, in train/ and val/."""
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 8), ("val", 3)):
+        for name in ("cat", "dog", "bird"):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for number in range(count):
+                w, h = torch.randint(20, 120, (2,), generator=generator).tolist()
+                pixels = torch.randint(0, 256, (h, w, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(tmp_path / "images" / part / name / f"{number}.png")
+    return tmp_path / "images"
+
+
+def expected(path: Path, config: Config, dataset: Any, samples: list[int]) -> list[str]:
+    """What predict.py should print of these samples, after the name of the file, by the code of the evaluation."""
+    content = checkpoint.read(path)
+    model = build_model(config, dataset)
+    model.load_state_dict(content.get("ema", content["model"]))
+    inputs, _ = dataset.prepare(dataset.__getitems__(samples))
+    with torch.no_grad():
+        rows = model.eval()(inputs).softmax(1).sort(dim=1, descending=True)
+    return [
+        ", ".join(f"{dataset.classes[place]} {value:.1%}" for value, place in zip(values[:3], places[:3], strict=True))
+        for values, places in zip(rows.values.tolist(), rows.indices.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("more", [(), ("--ema", 0.5, "--image-size", 48), ("--cache", "decoded")])
+def test_images_in_files_are_classified_as_in_an_evaluation(
+    more: tuple[Any, ...], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tuple(tmp_path / "decoded" if word == "decoded" else word for word in more)
+    options = ("--dataset", "imagefolder", "--data-dir", folder, *more)
+    train(2, *TRAIN, *options, "--output-dir", tmp_path / "run")
+    config = Config.parse([str(word) for word in options])
+    dataset = data.load_datasets(config).val
+    paths = sorted(folder.glob("val/*/*.png"))
+    capsys.readouterr()
+    assert predict.main([str(tmp_path / "run/best.pt"), *map(str, paths)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    results = expected(tmp_path / "run/best.pt", config, dataset, list(range(len(paths))))
+    assert printed == [f"{path}: {result}" for path, result in zip(paths, results, strict=True)]
+    assert len({line.partition(": ")[2] for line in printed}) > 1
+
+
+@pytest.mark.parametrize("more", [(), ("--image-size", "48", "--model", "squeezenet1_1")])
+def test_images_in_memory_are_resized_as_in_an_evaluation(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real process, as a user starts it."""
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "val": 5})
+    options = ("--dataset", "synthetic", *more)
+    train(1, *TRAIN, *options, "--output-dir", tmp_path / "run")
+    config = Config.parse(list(options))
+    dataset = data.load_datasets(config).val
+    for number, image in enumerate(dataset.images):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{number}.png")
+    command = [sys.executable, predict.__file__, newest(tmp_path / "run"), *sorted(tmp_path.glob("*.png"))]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results = expected(newest(tmp_path / "run"), config, dataset, list(range(5)))
+    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == results
+
+
+def test_how_many_classes_are_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(1, *TRAIN, "--dataset", "imagefolder", "--data-dir", folder, "--output-dir", tmp_path / "run")
+    image = str(next(folder.glob("val/*/*.png")))
+    for top, count in (("1", 1), ("99", 3)):
+        capsys.readouterr()
+        predict.main([str(tmp_path / "run/best.pt"), image, "--top", top])
+        assert capsys.readouterr().out.count("%") == count
+
+
+def test_what_cannot_be_classified_is_refused_with_one_line(folder: Path, tmp_path: Path) -> None:
+    train(1, *TRAIN, "--dataset", "imagefolder", "--data-dir", folder, "--output-dir", tmp_path / "run")
+    best, image = tmp_path / "run/best.pt", str(next(folder.glob("val/*/*.png")))
+    with pytest.raises(SetupError, match=r"run/config\.json is not an image that can be read"):
+        predict.main([str(best), image, str(tmp_path / "run/config.json")])
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be used: it cannot be read: No such file"):
+        predict.main([str(tmp_path / "nowhere.pt"), image])
+    content = checkpoint.read(best)
+    for part, value in (("images", None), ("classes", [])):
+        checkpoint.write(tmp_path / "edited.pt", content | {"dataset": content["dataset"] | {part: value}})
+        with pytest.raises(UsageError, match=r"edited\.pt holds no classes, or does not know how .*: edit predict\.py"):
+            predict.main([str(tmp_path / "edited.pt"), image])
+    del content["dataset"]
+    checkpoint.write(tmp_path / "edited.pt", content)
+    with pytest.raises(CheckpointError, match="of an earlier version of this project, which did not store the classes"):
+        predict.main([str(tmp_path / "edited.pt"), image])
+    command = [sys.executable, predict.__file__, str(best)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr == "error: the following arguments are required: images; see --help\n"
+
+
+class Darker(ImagesInMemory):
+    def prepare(self, batch: Any) -> Any:
+        inputs, targets = super().prepare(batch)
+        return inputs / 2, targets
+
+
+class Grey(ImageFiles):
+    def read(self, path: str) -> torch.Tensor:
+        return super().read(path) // 2
+
+
+class Flipped(ImagesInMemory):
+    def augment(self, batch: Any, epoch: int) -> Any:
+        return super().augment(batch, epoch)
+
+
+def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
+    transforms = ImageTransforms(mean=(0.1, 0.2, 0.3), std=(1, 2, 3), image_size=24)
+    known = {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3], "image_size": 24}
+    of_pixels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), ["a", "b"], transforms
+    for kind, images in ((ImagesInMemory, known), (Flipped, known), (Darker, None)):
+        images = images and images | {"read_size": 32}
+        description = {"name": kind.__name__, "classes": ["a", "b"], "images": images}
+        assert describe(Subset(kind(*of_pixels), [0, 1])) == description
+    assert describe(ImageFiles(folder / "val", transforms))["images"] == known | {"read_size": 24}
+    assert describe(Grey(folder / "val", transforms))["images"] is None
+    plain = torch.utils.data.TensorDataset(torch.zeros(3))
+    assert describe(plain) == {"name": "TensorDataset", "classes": [], "images": None}

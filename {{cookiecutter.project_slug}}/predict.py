@@ -1,0 +1,57 @@
+"""The most likely classes of images, by a trained model. Edit me if your inputs are no images in files.
+
+python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from config import Config
+from ddp.checkpoint.saved_options import load_checkpoint
+from ddp.core.errors import UsageError
+from ddp.core.options import OptionParser, positive
+from ddp.data.saved_dataset import SavedImages
+from ddp.entrypoint.launch import run_and_exit
+from model import build_model, forward
+
+BATCH_SIZE = 64
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the most likely classes of each image. Returns the exit code."""
+    parser = OptionParser(usage="python predict.py CHECKPOINT IMAGE [IMAGE ...] [--top N]", description=__doc__)
+    parser.add_argument("checkpoint", help="such as runs/cifar10-ToyModel/best.pt", type=Path)
+    parser.add_argument("images", help="image files", nargs="+", type=Path)
+    parser.add_argument("--top", help="classes to print for each image", type=positive, default=3)
+    given = parser.parse_args(words)
+
+    content, config = load_checkpoint(given.checkpoint, Config)
+    description = content["dataset"]
+    if not description["classes"] or not description["images"] or "model" not in content:
+        what = "holds no classes, or does not know how its images were prepared"
+        raise UsageError(f"{given.checkpoint} {what}: edit predict.py, where a dataset of your own can do it")
+    dataset = SavedImages(description)
+    model = build_model(config, dataset)
+    model.load_state_dict(content.get("ema", content["model"]))  # what was evaluated
+    model.eval()
+
+    for start in range(0, len(given.images), BATCH_SIZE):
+        paths = given.images[start : start + BATCH_SIZE]
+        for path, probabilities in zip(paths, predict(model, dataset.read(paths)), strict=True):
+            values, places = probabilities.topk(min(given.top, len(dataset.classes)))
+            found = [f"{dataset.classes[place]} {value:.1%}" for place, value in zip(places, values, strict=True)]
+            print(f"{path}: {', '.join(found)}")
+    return 0
+
+
+@torch.no_grad()
+def predict(model: torch.nn.Module, inputs: Tensor) -> Tensor:
+    """The probabilities of the classes: [b, classes]."""
+    return forward(model, inputs, None).float().softmax(1)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
