@@ -19,7 +19,7 @@ from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.core.errors import CheckpointError, SetupError, UsageError
 from ddp.data.images import ImageFiles, ImagesInMemory, ImageTransforms
-from ddp.data.saved_dataset import describe
+from ddp.data.saved_dataset import SavedImages, describe
 from model import build_model
 from processes import train
 
@@ -41,12 +41,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def expected(path: Path, config: Config, dataset: Any, samples: list[int]) -> list[str]:
-    """What predict.py should print of these samples, after the name of the file, by the code of the evaluation."""
+def expected(path: Path, config: Config, dataset: Any, files: list[Path]) -> list[str]:
+    """What predict.py should print of these files, all samples of `dataset`, by the code of the evaluation."""
     content = checkpoint.read(path)
     model = build_model(config, dataset)
     model.load_state_dict(content.get("ema", content["model"]))
-    inputs, _ = dataset.prepare(dataset.__getitems__(samples))
+    inputs, _ = dataset.prepare(dataset.__getitems__(list(range(len(dataset)))))
+    assert torch.equal(SavedImages(content["dataset"]).read(files), inputs), "bit for bit"
     with torch.no_grad():
         rows = model.eval()(inputs).softmax(1).sort(dim=1, descending=True)
     return [
@@ -68,7 +69,7 @@ def test_images_in_files_are_classified_as_in_an_evaluation(
     capsys.readouterr()
     assert predict.main([str(tmp_path / "run/best.pt"), *map(str, paths)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    results = expected(tmp_path / "run/best.pt", config, dataset, list(range(len(paths))))
+    results = expected(tmp_path / "run/best.pt", config, dataset, paths)
     assert printed == [f"{path}: {result}" for path, result in zip(paths, results, strict=True)]
     assert len({line.partition(": ")[2] for line in printed}) > 1
 
@@ -85,10 +86,11 @@ def test_images_in_memory_are_resized_as_in_an_evaluation(
     dataset = data.load_datasets(config).val
     for number, image in enumerate(dataset.images):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{number}.png")
-    command = [sys.executable, predict.__file__, newest(tmp_path / "run"), *sorted(tmp_path.glob("*.png"))]
+    files = sorted(tmp_path.glob("*.png"))
+    command = [sys.executable, predict.__file__, newest(tmp_path / "run"), *files]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    results = expected(newest(tmp_path / "run"), config, dataset, list(range(5)))
+    results = expected(newest(tmp_path / "run"), config, dataset, files)
     assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == results
 
 
