@@ -186,6 +186,8 @@ ELSEWHERE = {
     "python main.py --evaluate --resume runs/cifar10-ToyModel/best.pt": "test_saved_options",
     "python main.py --model resnet18 --init-from torchvision --dataset imagefolder --data-dir flowers --image-size 224 "
     "--lr 0.003": "test_init_from",
+    "python main.py --config runs/A/config.json": "test_config_file",
+    "python main.py --config flowers.toml --lr 0.1": "test_config_file",
     "python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg": "test_predict",
     "python main.py --rank 0 --world-size 2 --init-method tcp://10.0.0.1:23456": "test_launch, test_machines",
     "python benchmark.py": "test_benchmark",

@@ -1,5 +1,6 @@
 """RunConfig: the options that every training run has, whatever its task. `Config` in config.py adds those of the task."""
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from ddp.core.config_file import read_words
 from ddp.core.errors import UsageError, report_error
 from ddp.core.options import OptionParser, directory, flag_of, non_negative, number, option, path, positive, url
 
@@ -77,7 +79,11 @@ class RunConfig:
             epilog="Hyphens and underscores are both accepted in option names. README.md lists the exit codes.",
         )
         parser.add_options(cls)
+        text = "read options from a TOML file, or from the config.json of a run; the command line wins"
+        parser.sections["run"].add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
         given = vars(parser.parse_args(arguments))
+        if file := given.pop("config", None):
+            given = _options_of_file(parser, file) | given
         config = cls(**given)
         config.given = frozenset(given)
         if config.evaluate:  # the rest, once the options of the checkpoint are known
@@ -125,6 +131,13 @@ class RunConfig:
         """The options that must be the same in all processes of a run, as `--name`."""
         names = [item.name for item in dataclasses.fields(self) if not item.metadata["per_process"]]
         return {flag_of(name): getattr(self, name) for name in names}
+
+
+def _options_of_file(parser: OptionParser, path: str) -> dict[str, Any]:
+    try:
+        return vars(parser.parse_args(read_words(path)))
+    except UsageError as error:
+        raise error if str(error).startswith("--config") else UsageError(f"--config {path}: {error}") from error
 
 
 def check_process_count(flag: str, processes: int) -> None:
