@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -244,7 +245,6 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--init-from a.pt --resume b.pt", ["--init-from", "--resume b.pt"]),
     ("--init-from a.pt --evaluate", ["--init-from", "--evaluate"]),
     ("--patience 0", ["--patience", "'0'", "must be an integer >= 1"]),
-    ("--dataset mnist", ["--dataset", "'mnist'", "cifar10", "synthetic", "imagefolder"]),
     ("--data-dir=", ["--data-dir", "path"]),
     ("--batch-size 0", ["--batch-size", "'0'", "must be an integer >= 1"]),
     ("--batch-size 1.5", ["--batch-size", "'1.5'", "must be an integer >= 1"]),
@@ -325,8 +325,8 @@ def test_a_bad_value_is_refused_with_one_line_that_names_what_is_allowed(command
 def test_every_option_with_a_value_has_a_bad_value_above() -> None:
     tested = {name.replace("_", "-") for line, _ in BAD_VALUES for name in re.findall(r"--([\w-]+)", line)}
     takes_a_value = {name.replace("_", "-") for name, item in OPTIONS.items() if item.default is not False}
-    # config.py does not know the models of torchvision, which is slow to import. A bad --model has its own test below.
-    assert takes_a_value - tested == {"model"}
+    # config.py knows neither the models of torchvision, which is slow to import, nor the datasets that data.py has.
+    assert takes_a_value - tested == {"model"}, "a bad one has its own test below, and so has a bad dataset"
 
 
 def shell(*arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -473,6 +473,35 @@ def test_a_run_trains_on_the_images_of_data_dir(tmp_path: Path) -> None:
     assert "imagefolder: 12 training, 4 validation samples; no test set" in outcome.output
     assert outcome.checkpoint()["model"]["fc3.bias"].shape == (2,)
     assert [path.stat().st_size // 3072 for path in sorted((tmp_path / "cache").glob("*-32-*.npy"))] == [12, 4]
+
+
+def test_a_dataset_that_does_not_exist_is_refused_with_one_line(tmp_path: Path) -> None:
+    output = train(2, "--dataset", "mnist", "--device", "cpu", "--output-dir", tmp_path, code=2)
+    names = "cifar10, synthetic, imagefolder"
+    assert output == f"error: --dataset mnist: must be one of {names}, or added to data.py\n"
+
+
+def test_a_dataset_is_added_in_one_place(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its name and its function were in the dictionary of load_datasets."""
+    source = inspect.getsource(data.load_datasets)
+    edited = source.replace('"synthetic": synthetic', '"mine": synthetic')
+    assert edited != source
+    scope = {**vars(data)}
+    exec(edited, scope)
+    monkeypatch.setattr(main, "load_datasets", scope["load_datasets"])
+    output = train(1, "--dataset", "mine", "--device", "cpu", "--max-steps", 1, "--output-dir", tmp_path)
+    assert "mine: 640 training" in output
+
+
+def test_a_loss_can_tell_training_from_evaluation(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule in the docstring of compute_loss: smoothed labels have a floor that evaluations do not have."""
+
+    def smoothed(outputs: Tensor, targets: Tensor, config: Config) -> Tensor:
+        return F.cross_entropy(outputs, targets, label_smoothing=0.5 if torch.is_grad_enabled() else 0.0)
+
+    monkeypatch.setattr(main, "compute_loss", smoothed)
+    outcome = run(tmp_path, "--epochs", 8, "--lr", 0.1)
+    assert outcome.lines("train")[-1]["loss"] > 1.6 > 1.2 > outcome.lines("val")[-1]["loss"]
 
 
 @shows("val_fraction")

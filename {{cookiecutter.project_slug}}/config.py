@@ -27,7 +27,7 @@ data_option, training_option, speed_option = (
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data_option("cifar10", "what to train on", choices=("cifar10", "synthetic", "imagefolder"))
+    dataset: str = data_option("cifar10", "what to train on: cifar10, synthetic, imagefolder, or what you add to load_datasets in data.py")
     data_dir: str = data_option("data", "directory of cifar10, or the one with train/CLASS/*, val/CLASS/* and test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
     val_fraction: float | None = data_option(None, "cifar10; imagefolder without val/: the part of the training samples that validates (default: 0.1); 0: none", kind=number(float, 0, max=0.9), may_change_on_resume=True)
     cache: str | None = data_option(None, "imagefolder: decode all images once into a file in this directory, and read them from it", kind=directory, may_change_on_resume=True, per_process=True)

@@ -43,11 +43,13 @@ SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 def load_datasets(config: Config) -> Datasets:
     """Training, validation and test set. Raises SetupError if data are missing or cannot be read.
 
-    To add a dataset, add its function here, and its name to the choices of --dataset in config.py.
+    To add a dataset, add its function here, with its name for --dataset. Raises UsageError for any other name.
     Every rank runs this before it connects to the others, so that errors appear at once.
     """
-    load = {"cifar10": cifar10, "synthetic": synthetic, "imagefolder": imagefolder}[config.dataset]
-    datasets = load(config)
+    functions = {"cifar10": cifar10, "synthetic": synthetic, "imagefolder": imagefolder}
+    if config.dataset not in functions:
+        raise UsageError(f"--dataset {config.dataset}: must be one of {', '.join(functions)}, or added to data.py")
+    datasets = functions[config.dataset](config)
     datasets.train.name = config.dataset  # for the log, and for the default --output-dir
     return datasets
 

@@ -63,7 +63,10 @@ def forward(model: nn.Module, inputs: Any, targets: Any) -> Any:
 
 
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
-    """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation."""
+    """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation.
+
+    What belongs to training alone, such as label smoothing, depends on torch.is_grad_enabled(): evaluations have none.
+    """
     return F.cross_entropy(outputs, targets)
 
 

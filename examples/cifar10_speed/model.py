@@ -117,8 +117,9 @@ def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
-    """Mean cross-entropy of a batch, with smoothed labels. outputs [b, classes], targets [b] -> []."""
-    return F.cross_entropy(outputs, targets, label_smoothing=config.label_smoothing)
+    """Mean cross-entropy of a batch, in training with smoothed labels. outputs [b, classes], targets [b] -> []."""
+    smoothing = config.label_smoothing if torch.is_grad_enabled() else 0.0
+    return F.cross_entropy(outputs, targets, label_smoothing=smoothing)
 
 
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:

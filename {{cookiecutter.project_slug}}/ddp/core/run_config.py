@@ -117,6 +117,8 @@ class RunConfig:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs} is longer than --epochs {self.epochs}")
         if self.ema == 1:
             raise UsageError("--ema 1 would never follow the weights: pass less than 1, such as 0.999")
+        if self.init_from == "":
+            raise UsageError("--init-from: '' is neither torchvision nor the path of a file")
         if self.init_from is not None and (self.evaluate or is_path):
             other = "--evaluate" if self.evaluate else f"--resume {self.resume}"
             raise UsageError(f"--init-from begins a new run, and {other} does not: remove one of them")
