@@ -262,7 +262,7 @@ def test_four_processes_started_together_download_once(
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
-    assert "cifar10: 36 training, 4 validation, 6 test samples" in outputs[0]
+    assert "cifar10: 37 training, 3 validation, 6 test samples" in outputs[0]
     assert fake.downloads() == 1
 
 
@@ -298,7 +298,7 @@ def test_an_archive_put_into_the_folder_by_hand_needs_no_network(cifar10: Callab
     fake = cifar10(None)
     fake.root.mkdir()
     fake.archive.write_bytes(fake.bytes)
-    assert "cifar10: 36 training, 4 validation, 6 test samples" in fake.train()
+    assert "cifar10: 37 training, 3 validation, 6 test samples" in fake.train()
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
@@ -540,7 +540,7 @@ def test_an_image_that_cannot_be_read_is_named_in_one_line(
 
 def only(folder: Path, path: Path) -> Tensor:
     """The image at `path` as the dataset gives it: [3, h, w]."""
-    train_set, _ = from_folder(folder, "--image-size", 24)
+    train_set = from_folder(folder, "--image-size", 24).train
     index = [sample for sample, _ in train_set.samples].index(str(path))
     return train_set.__getitems__([index])[2][0]
 
@@ -607,7 +607,8 @@ def test_an_image_file_is_read_as_torchvision_resizes_and_crops_it(
 
 def cached(images: Path, where: Path) -> tuple[list[Tensor], list[str]]:
     """The images of train and val through --cache `where`; and the names of the files there."""
-    parts = [part.prepare(part.__getitems__(range(len(part))))[0] for part in from_folder(images, "--cache", where)]
+    train_set, val_set, _ = from_folder(images, "--cache", where)
+    parts = [part.prepare(part.__getitems__(range(len(part))))[0] for part in (train_set, val_set)]
     return parts, sorted(path.name for path in where.iterdir() if path.name != ".lock")
 
 
@@ -643,7 +644,7 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
     assert sorted(decoded) == sorted(path.name for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
     assert len(decoded) == 2, "train and val, each once"
     plain = train(2, *shared, "--output-dir", tmp_path / "plain")
-    results = [re.findall(r"test   .*", text) for text in (output, plain)]
+    results = [re.findall(r"val    .*", text) for text in (output, plain)]
     assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
 
 
@@ -1349,7 +1350,7 @@ def test_samples_with_random_numbers_are_seeded_by_sample_and_epoch(workers: int
 def test_torchvisions_own_transforms_work_as_data_py_shows_them(images: Path) -> None:
     """The same for any number of processes and workers."""
     config = options("--data-dir", images, "--image-size=24", "--batch-size=1", "--device=cpu")
-    names = documented_examples({"config": config, "MEAN": MEAN, "STD": STD}, 1)
+    names = documented_examples({"config": config, "MEAN": MEAN, "STD": STD, "Datasets": Datasets}, 1)
 
     def samples(workers: int) -> Callable[[DistContext], list[Any]]:
         def of_rank(ctx: DistContext) -> list[Any]:
@@ -1364,7 +1365,7 @@ def test_torchvisions_own_transforms_work_as_data_py_shows_them(images: Path) ->
     (alone,) = by_rank(1, samples(0))
     assert len(set(alone)) == 4 and {shape for shape, _ in alone} == {(1, 3, 24, 24)}
     assert sorted(sample for rank in by_rank(2, samples(2)) for sample in rank) == sorted(alone)
-    inputs, targets = next(iter(names["test_set"]))
+    inputs, targets = next(iter(names["val_set"]))
     assert inputs.shape == (3, 24, 24) and targets == 0 and names["train_set"].classes == ["cat", "dog"]
 
 

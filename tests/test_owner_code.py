@@ -565,7 +565,7 @@ def test_a_frozen_model_need_not_be_passed_to_resume(
 ) -> None:
     """A teacher, for example, which does not change."""
     line = "        model.to(ctx.device)\n"
-    with_teacher = changed_main({line: f"{line}        teacher = build_model(config, train_set)\n"})
+    with_teacher = changed_main({line: f"{line}        teacher = build_model(config, datasets.train)\n"})
     monkeypatch.setattr(main, "main", with_teacher)
     train(1, "--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path)
 

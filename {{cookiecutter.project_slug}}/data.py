@@ -16,13 +16,13 @@ also needs its list of `classes`. The loader seeds random numbers by sample and 
     to_input = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     augment = [transforms.RandomResizedCrop(config.image_size), transforms.RandomHorizontalFlip()]
     resize = [transforms.Resize(config.image_size), transforms.CenterCrop(config.image_size)]
-    train = datasets.ImageFolder(f"{config.data_dir}/train", transforms.Compose([*augment, *to_input]))
-    val = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
-    return Datasets(train, val)
+    train_set = datasets.ImageFolder(f"{config.data_dir}/train", transforms.Compose([*augment, *to_input]))
+    val_set = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
+    result = Datasets(train_set, val_set)
 """
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,6 @@ from ddp.data.images import ImageDataset, ImageFiles, ImagesInMemory, ImageTrans
 from ddp.distributed.seeds import derive_seed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
-Images = TypeVar("Images", bound=ImageDataset)
 VAL_FRACTION = 0.1  # of the training samples, unless --val-fraction is given
 SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 
@@ -116,5 +115,5 @@ def imagefolder(config: Config) -> Datasets:
     return Datasets(**{part: decode_once(dataset, Path(config.cache)) for part, dataset in parts.items()})
 
 
-def _split(train_set: Images, config: Config) -> tuple[Images, Images | None]:
+def _split(train_set: ImageDataset, config: Config) -> tuple[Any, Any]:
     return train_set.split(VAL_FRACTION if config.val_fraction is None else config.val_fraction, config.seed)

@@ -80,7 +80,7 @@ class RunConfig:
         )
         parser.add_options(cls)
         text = "read options from a TOML file, or from the config.json of a run; the command line wins"
-        parser.sections["run"].add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+        parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
         given = vars(parser.parse_args(arguments))
         if file := given.pop("config", None):
             given = _options_of_file(parser, file) | given

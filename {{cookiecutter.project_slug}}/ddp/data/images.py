@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -29,9 +29,6 @@ from ddp.data.dataset import BatchDataset
 from ddp.data.split import split_by_class
 from ddp.distributed.process_group import available_cores
 from ddp.distributed.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 CHUNK_PIXELS = 256 * 32 * 32  # of images in memory that are prepared together: 3 MB of floats
@@ -67,8 +64,8 @@ class ImageDataset(BatchDataset):
     def __len__(self) -> int:
         return self.length
 
-    def split(self, fraction: float, seed: int) -> "tuple[Self, Self | None]":
-        """A training set, and a validation set with `fraction` of each class, which the seed draws; None if that is 0.
+    def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
+        """Two datasets like this one: the rest, and `fraction` of each class, which the seed draws; None if it is 0.
 
         Raises SetupError if that is less than one sample.
         """
@@ -83,7 +80,7 @@ class ImageDataset(BatchDataset):
     def _all_targets(self) -> Tensor:
         raise NotImplementedError
 
-    def _part(self, indices: Tensor) -> "Self":
+    def _part(self, indices: Tensor) -> Any:
         part = copy(self)
         part.length = len(indices)
         return part
@@ -164,7 +161,7 @@ class ImagesInMemory(ImageDataset):
     def _all_targets(self) -> Tensor:
         return self.targets
 
-    def _part(self, indices: Tensor) -> "Self":
+    def _part(self, indices: Tensor) -> Any:
         part = super()._part(indices)
         part.images, part.targets = self.images[indices], self.targets[indices]
         return part
@@ -219,7 +216,7 @@ class ImageFiles(ImageDataset):
     def _all_targets(self) -> Tensor:
         return torch.tensor([target for _, target in self.samples])
 
-    def _part(self, indices: Tensor) -> "Self":
+    def _part(self, indices: Tensor) -> Any:
         part = super()._part(indices)
         part.samples = [self.samples[index] for index in indices.tolist()]
         return part
