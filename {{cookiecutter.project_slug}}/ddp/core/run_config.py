@@ -14,6 +14,7 @@ from ddp.core.options import OptionParser, directory, flag_of, non_negative, num
 
 Config = TypeVar("Config", bound="RunConfig")
 DEFAULT_PARENT = "runs"  # of output directories; the rest of the default follows from the data and the model
+RESTARTS_VARIABLE = "DDP_RESTARTS_LEFT"  # launch_node.sh sets it, if it starts again after the loss of a process
 CHECK_VARIABLE = "DDP_CHECK"  # launch_node.sh --check sets it: the ranks then run preflight.check instead of main
 MAX_PROCESSES_PER_CORE = 16  # each process takes some hundred MB
 _data, _training, _speed, _run, _distributed = (

@@ -8,6 +8,7 @@ of liveness.py and wait_notice.py.
 """
 
 import json
+import os
 import re
 import threading
 import time
@@ -33,6 +34,7 @@ from ddp.core.errors import (
 )
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import dump_stacks
+from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.stop_signal import stop_signal
 from ddp.distributed.collective_log import explain_mismatch, recorded_collectives
 from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report, explain
@@ -100,7 +102,8 @@ class FailureMonitor:
             resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
             if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
                 resumable = "resumable from the newest checkpoint, if there is one"
-            advice = "" if error.hang else ": start all ranks again with the same command"
+            restarts = error.hang or RESTARTS_VARIABLE in os.environ
+            advice = "" if restarts else ": start all ranks again with the same command"
             error.args = (f"{error}; {resumable}{advice}",)
 
     def check(self) -> None:

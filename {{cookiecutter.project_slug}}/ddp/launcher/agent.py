@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp.core.errors import QuitImmediately, Stopped, UserError, one_line, print_line
 from ddp.core.network import interface_of
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
-from ddp.core.run_config import CHECK_VARIABLE, RunConfig, check_process_count
+from ddp.core.run_config import CHECK_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count
 from ddp.core.signals import SignalHandler, is_alive
 from ddp.core.status import correct_status, output_dirs, read_status
 from ddp.launcher.node_info import describe_node, print_table, visible_gpus
@@ -62,7 +62,7 @@ class NodeAgent:
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
         budget = RestartBudget(self.options.max_restarts)
-        result = self._run_workers()
+        result = self._run_workers(budget)
         while result.restartable and self.requests.first is None:
             saved = self._step_in_status() if result.saved_step is None else result.saved_step
             pause = budget.take(saved)
@@ -75,7 +75,7 @@ class NodeAgent:
             try:
                 with self.requests.raising("before the restart"):
                     time.sleep(pause)
-                result = self._run_workers(restart=True)
+                result = self._run_workers(budget, restart=True)
             except UserError as error:
                 self._correct_status(replace(result, exit_code=error.exit_code, message=one_line(error)))
                 raise
@@ -87,12 +87,14 @@ class NodeAgent:
     def _print(self, line: str) -> None:
         print_line(f"node {self.options.node_rank}: {line}" if self.options.nnodes > 1 else line)
 
-    def _run_workers(self, restart: bool = False) -> RunResult:
+    def _run_workers(self, budget: RestartBudget, restart: bool = False) -> RunResult:
         """Connect to the other nodes, run the workers, and wait until all of them are gone."""
         variables = self._connect_nodes(restart)
         if self.options.check:
             variables[CHECK_VARIABLE] = "1"
-        elif not self.config.evaluate:
+        if budget.used < budget.limit:
+            variables[RESTARTS_VARIABLE] = str(budget.limit - budget.used)
+        if not (self.options.check or self.config.evaluate):
             variables[RANK_LOGS_VARIABLE] = "1"
         requests = self.requests
         with WorkerGroup(self.options, self.main_options, self.config.timeout, **variables) as group:
