@@ -406,6 +406,27 @@ def test_temporary_files_of_a_killed_run_are_deleted_at_the_next_start(small: No
 
 
 @pytest.mark.slow
+def test_the_status_tells_the_time_to_the_end_of_the_run(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(folder: Path, **status: Any) -> None:
+        with (tmp_path / "seen").open("a") as file:
+            file.write(json.dumps([time.monotonic(), status["state"], status["remaining_s"]]) + "\n")
+        write_status(folder, **status)
+
+    monkeypatch.setattr(ddp.training.run, "write_status", record)
+    monkeypatch.setattr(ddp.training.run, "STATUS_INTERVAL_S", 0)
+    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    train(2, "--dataset", "synthetic", "--epochs", 2, "--log-every", 2, "--output-dir", tmp_path / "run")
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    (_, _, first), *running, (end, state, last) = seen
+    assert first is last is None and state == "done" and len(running) > 5
+    assert running[-1][2] == 0, "after the last step"
+    for then, _, remaining in running[1:-1]:
+        assert 0.2 * (end - then) - 0.5 < remaining < 5 * (end - then) + 0.5
+
+
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     """With a real process on a pseudo-terminal of 100 columns. The bar does not break the lines."""
     command = [sys.executable, str(TEMPLATE / "main.py"), "--dataset", "synthetic", "--max-steps", "60"]
@@ -423,6 +444,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> No
                 shown += block
     assert process.returncode == 0
     assert b"epoch 1/10:   0%|" in shown and b"/156 [" in shown
+    assert re.search(rb"\d\d:\d\d to the end of the run\]", shown)
     assert "train  loss" in piped.stdout and any(
         re.match(r"epoch  1/10  step +50/1,560  train  loss", line) for line in re.split(r"[\r\n]+", shown.decode())
     )

@@ -156,14 +156,6 @@ class EvalLoader(_Loader):
                 raise StopRequested(decision)
 
 
-def sample_counts(train_loader: TrainLoader, *eval_loaders: EvalLoader) -> str:
-    """`45,000 training, 5,000 validation samples; no test set`."""
-    counts = [f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length]
-    missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
-    samples = ", ".join([f"{train_loader.length:,} training", *counts])
-    return f"{samples} samples{f'; {missing}' if missing else ''}"
-
-
 def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:
     """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
     tensors: list[torch.Tensor] = []

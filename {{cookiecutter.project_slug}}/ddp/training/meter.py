@@ -132,6 +132,20 @@ class Throughput:
         }
 
 
+@dataclass
+class RemainingTime:
+    """Estimates when the run will have taken `total` steps, from the steps since `first`, evaluations and all."""
+
+    total: int = 0
+    first: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+    def seconds(self, step: int) -> float | None:
+        """None before the first step."""
+        done = step - self.first
+        return (self.total - step) * (time.perf_counter() - self.start) / done if done > 0 else None
+
+
 def memory_mb(device: torch.device) -> float:
     """The peak memory of this process in megabytes: of its GPU, or of the host if it has none."""
     if device.type == "cuda":

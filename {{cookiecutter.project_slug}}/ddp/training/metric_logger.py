@@ -59,6 +59,13 @@ class MetricLogger:
             options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
             self.bar = tqdm(total=steps, initial=steps - left, desc=title, **options)
 
+    def show_step(self, remaining_s: float | None) -> None:
+        """Move the progress bar on by a step, and show how long the whole run will still take."""
+        if self.bar:
+            left = "" if remaining_s is None else f"{tqdm.format_interval(remaining_s)} to the end of the run"
+            self.bar.set_postfix_str(left, refresh=False)
+            self.bar.update()
+
     def flush(self) -> None:
         self.file.flush()
         self.tensorboard.flush()

@@ -27,15 +27,15 @@ from ddp.core.run_config import RunConfig
 from ddp.core.source_hash import hash_source_files
 from ddp.core.status import write_status
 from ddp.core.stop_signal import stop_error, stop_signal
-from ddp.data.loader import EvalLoader, TrainLoader, sample_counts
-from ddp.distributed.process_group import DistContext, plural
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import seed_rank
 from ddp.distributed.stop_sync import StopDecision, StopRequested
-from ddp.training.meter import Throughput, memory_mb
+from ddp.training.meter import RemainingTime, Throughput, memory_mb
 from ddp.training.metric_logger import MetricLogger, NullLogger, format_metrics
 from ddp.training.output_dir import OutputDir
 from ddp.training.profiler import Profiler
-from ddp.training.wrapping import model_name
+from ddp.training.summary import describe_run
 
 log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
@@ -52,7 +52,7 @@ class Run:
         self.state = self.checkpoints.train_state
         self.logger: Any = NullLogger()
         self.profiler: Any = NullLogger()
-        self.throughput = Throughput()
+        self.throughput, self.remaining = Throughput(), RemainingTime()
         self.max_steps = config.max_steps or sys.maxsize
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.evaluated_state: TrainState | None = None  # if it is not `state`
@@ -147,25 +147,19 @@ class Run:
     def log_summary(self, model: torch.nn.Module, *eval_loaders: EvalLoader) -> None:
         """Print what is about to run."""
         config, loader, state = self.config, self.train_loader, self.state
-        weights = sum(tensor.numel() for tensor in model.parameters())
-        log.info(f"{model_name(model, config)}, {weights:,} weights")
-        log.info(f"{loader.name}: {sample_counts(loader, *eval_loaders)}")
-        processes = plural(self.ctx.world_size, "process", "es")
-        launcher = f" ({self.ctx.launcher.value})" if self.ctx.world_size > 1 else ""
-        log.info(f"{processes}{launcher} on {self.ctx.device.type}, {self.ctx.backend}, {config.precision}")
         left = loader.sampler.steps_left(state.samples_consumed)
         left += (config.epochs - state.epoch - 1) * loader.steps_per_epoch
         self.total_steps = state.step + max(0, left)  # earlier steps may have had another global batch
+        for line in describe_run(model, config, self.ctx, loader, eval_loaders, self.schedule.peak):
+            log.info(line)
         if config.evaluate:
             log.info(f"evaluating {self.resumed_from}, of step {state.step:,}")
             return
-        passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
-        batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
-        log.info(f"{batch}; {loader.steps_per_epoch:,} steps per epoch; learning rate {self.schedule.peak:.4g}")
         epoch = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
         where = epoch if state.samples_consumed else f"the end of epoch {state.epoch}"
         resuming = f"resuming from {self.resumed_from}, at step {state.step:,}, {where}"
         log.info(resuming if self.resumed_from else f"a new run, in {config.output_dir}")
+        self.remaining = RemainingTime(min(self.total_steps, self.max_steps), state.step)
         if self.finished():
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
@@ -205,7 +199,7 @@ class Run:
         if process_exit.step is None:  # soon after the start, and then before each checkpoint
             self._refuse_unsaved_state()
         process_exit.step = self.state.step
-        self.logger.bar.update()
+        self.logger.show_step(self.remaining.seconds(self.state.step))
         self.profiler.step()
 
     def should_log(self) -> bool:
@@ -325,8 +319,10 @@ class Run:
 
     def _write_status(self, state: str, exit_code: int | None = None, message: str = "") -> None:
         state = "stopped" if exit_code == ExitCode.STOPPED else state
+        left = self.remaining.seconds(self.state.step) if state == "running" else None
         progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
-        write_status(self.output_dir.path, state=state, exit_code=exit_code, **progress, message=message)
+        about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}
+        write_status(self.output_dir.path, **about)
 
 
 @contextmanager
