@@ -26,6 +26,7 @@ import pytest
 import torch
 from outputs import lines, newest, weights_and_momentum
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -110,6 +111,24 @@ def test_tensorboard_shows_the_scalars_at_their_steps(first_run: Path) -> None:
         assert [step for step, _ in found] == [step for step, _ in written]
         assert [value for _, value in found] == pytest.approx([value for _, value in written], rel=1e-6)
     assert {"train/lr", "train/samples_per_s", "val/accuracy"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_options_and_the_first_images(first_run: Path) -> None:
+    events = EventAccumulator(str(first_run / "tensorboard"))
+    events.Reload()
+
+    def plugin_data(name: str) -> HParamsPluginData:
+        return HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
+
+    options = plugin_data("session_start_info").session_start_info.hparams
+    assert (options["lr"].number_value, options["epochs"].number_value) == (0.03, 3)
+    assert (options["model"].string_value, options["scale_lr"].bool_value) == ("ToyModel", False)
+    assert options["dataset"].string_value == "synthetic" and "clip_grad" not in options and "data_dir" not in options
+    metrics = {info.name.tag for info in plugin_data("experiment").experiment.metric_infos}
+    assert metrics == {"val/loss", "val/accuracy", "val/count"}
+    (image, *more) = events.Images("train/inputs")
+    assert (image.step, image.height, image.width, more) == (78, 64, 256, []), "two rows of eight"
 
 
 @pytest.mark.slow

@@ -143,6 +143,14 @@ def _options_of_file(parser: OptionParser, path: str) -> dict[str, Any]:
         raise error if str(error).startswith("--config") else UsageError(f"--config {path}: {error}") from error
 
 
+def hyperparameters(config: RunConfig) -> dict[str, Any]:
+    """The options that have a value and may change the result of a run."""
+    fields = [item for item in dataclasses.fields(config) if item.metadata["section"] in ("data", "training")]
+    values = {item.name: getattr(config, item.name) for item in fields if not item.metadata["per_process"]}
+    values |= {"seed": config.seed, "precision": config.precision}
+    return {name: value for name, value in values.items() if value is not None and name != "evaluate"}
+
+
 def check_process_count(flag: str, processes: int) -> None:
     """Refuse so many processes that this machine would become unusable."""
     cores = os.cpu_count() or 1

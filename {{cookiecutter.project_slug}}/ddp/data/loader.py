@@ -80,11 +80,18 @@ class TrainLoader(_Loader):
         self.name = data_name(dataset)
         self.wait_s = 0.0
         self.first = True  # whether the first batch has not been checked yet
+        self.example: Any = None  # the inputs of the first batch, until they are taken
 
     def check_batch(self, inputs: Any, targets: Any) -> None:
         """Of the first batch: refuse images of PIL, and labels without a class. Raises UsageError."""
         if self.first:
             check_batch(inputs, targets, self.dataset, self.name)
+            self.example = inputs
+
+    def take_example(self) -> Any:
+        """The inputs of the first batch, once; None before and after that."""
+        example, self.example = self.example, None
+        return example
 
     def check_outputs(self, outputs: Any, targets: Any, loss: Any) -> None:
         """Of the first batch: refuse a loss without gradient, and outputs that do not fit the classes. UsageError."""

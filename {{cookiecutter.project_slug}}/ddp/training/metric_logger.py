@@ -9,10 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from ddp.core.files import atomic_write, storage_errors
 from ddp.core.rank_logs import console
+
+SHOWN_IMAGES = 16
 
 
 class NullLogger:
@@ -31,8 +34,9 @@ class NullLogger:
 class MetricLogger:
     """Writes metrics, on rank 0. Deletes lines after `last_step`, which a killed run wrote: they will come again."""
 
-    def __init__(self, folder: Path, last_step: int) -> None:
-        self.folder, self.last_step = folder, last_step
+    def __init__(self, folder: Path, last_step: int, hyperparameters: Mapping[str, Any]) -> None:
+        self.folder, self.last_step, self.hyperparameters = folder, last_step, hyperparameters
+        self.has_hyperparameters = False  # whether TensorBoard has them
         self.path = folder / "metrics.jsonl"
         self.evaluated = _truncate_after(self.path, last_step)
         self.file = self.path.open("a", buffering=1)
@@ -49,9 +53,26 @@ class MetricLogger:
             threading.excepthook = _ignore_tensorboard_thread
             self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.last_step + 1)
         self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
-        for name, value in values.items():
-            if name != "epoch":
-                self.tensorboard.add_scalar(f"{split}/{name}", value, step)
+        numbers = {f"{split}/{name}": value for name, value in values.items() if name != "epoch"}
+        for name, value in numbers.items():
+            self.tensorboard.add_scalar(name, value, step)
+        if split != "train" and not self.has_hyperparameters:
+            self._write_hyperparameters(numbers)
+
+    def _write_hyperparameters(self, metrics: Mapping[str, Any]) -> None:
+        """For TensorBoard's page that compares runs: the options, and which curves measure a run."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self.has_hyperparameters = True
+        for summary in hparams(dict(self.hyperparameters), dict(metrics))[:2]:  # not that the run has ended
+            self.tensorboard.file_writer.add_summary(summary)
+
+    def write_images(self, step: int, inputs: Any) -> None:
+        """Show the first of a batch in TensorBoard, if they are images: [b, 1 or 3, h, w], of any range."""
+        if isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
+            images = inputs[:SHOWN_IMAGES].detach().float().cpu()
+            low, high = images.min(), images.max()
+            self.tensorboard.add_images("train/inputs", (images - low) / (high - low).clamp(min=1e-12), step)
 
     def open_bar(self, title: str, steps: int, left: int) -> None:
         """Show a progress bar, on a terminal."""

@@ -23,7 +23,7 @@ from ddp.checkpoint.state import UnsavedState
 from ddp.core.errors import Diverged, ExitCode, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import storage_errors
 from ddp.core.process_exit import process_exit
-from ddp.core.run_config import RunConfig
+from ddp.core.run_config import RunConfig, hyperparameters
 from ddp.core.source_hash import hash_source_files
 from ddp.core.status import write_status
 from ddp.core.stop_signal import stop_error, stop_signal
@@ -86,7 +86,7 @@ class Run:
         with storage_errors(self.output_dir.path / "config.json"):
             self.output_dir.write_config()
             self._write_status("running")
-            self.logger = MetricLogger(self.output_dir.path, self.state.step)
+            self.logger = MetricLogger(self.output_dir.path, self.state.step, hyperparameters(self.config))
         if self.config.profile:
             self.profiler = Profiler(self.output_dir.path / "profile", self.ctx.device)
 
@@ -220,6 +220,8 @@ class Run:
         values = {"epoch": epoch, **metrics, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
         with self.throughput.paused():  # the first line imports TensorBoard
             self._log(self.logger.write, step, "train", values)
+            if (inputs := loader.take_example()) is not None:
+                self._log(self.logger.write_images, step, inputs)
         speed = f"{rates['samples_per_s']:,.0f} samples/s"
         log.info(f"{self._where(epoch, step)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
 
