@@ -34,7 +34,7 @@ def main() -> int:
     tests = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
     python = Path(sys.executable).parent
     print(
-        f"\nTest accuracy {tests[-1]['accuracy']:.1%} after {tests[-1]['epoch']} epochs."
+        f"\nTest accuracy {tests[-1]['accuracy']:.1%}, with the weights of epoch {tests[-1]['epoch']}."
         f"\nThe run's files are in {run}"
         f"\n\nThings to try next:"
         f"\n  source {python / 'activate'} && cd {project}"
