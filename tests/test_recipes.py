@@ -1,0 +1,159 @@
+"""docs/recipes.md is tested: each of its edits is applied to a project, which then trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outputs import lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.slow
+TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+PAGE = (TEMPLATE / "docs" / "recipes.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def edits(title: str) -> list[tuple[str, str]]:
+    """The files and the edits of a section."""
+    return re.findall(r"^```diff (\S+)\n(.*?)^```", SECTIONS[title], re.MULTILINE | re.DOTALL)
+
+
+def applied(text: str, edit: str) -> str:
+    """`text` after an edit: in each part, the lines without `+` are there once, and become those without `-`."""
+    for part in edit.split("@@\n"):
+        rows = part.splitlines(keepends=True)
+        before, after = ("".join(row[1:] if row.strip() else row for row in rows if row[0] != sign) for sign in "+-")
+        before = before.removesuffix("\n")  # so that a line may be given from its start
+        after = after.removesuffix("\n")
+        assert text.count(before) == 1, (text.count(before), before)
+        text = text.replace(before, after)
+    return text
+
+
+def project_with(folder: Path, *changes: tuple[str, str]) -> Path:
+    """A copy of the project with these edits."""
+    hidden = shutil.ignore_patterns(".*_cache", "__pycache__", "runs", "tests")
+    project = Path(shutil.copytree(TEMPLATE, folder / "project", ignore=hidden))
+    source = (project / "data.py").read_text()
+    (project / "data.py").write_text(source.replace('"train": 10_000, "val": 2_000', '"train": 256, "val": 64'))
+    for file, edit in changes:
+        path = project / file
+        path.write_text(applied(path.read_text(), edit))
+    return project
+
+
+def run(project: Path, *options: Any, **variables: str) -> str:
+    shared = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 32, "--epochs", 1, "--warmup-epochs", 0)
+    command = [sys.executable, "main.py", *shared, "--log-every", 4, "--output-dir", "runs/x", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    done = subprocess.run(
+        list(map(str, command)), cwd=project, capture_output=True, text=True, timeout=180, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_weights_and_biases(tmp_path: Path) -> None:
+    """Offline: its file holds the curves and the options."""
+    pytest.importorskip("wandb")
+    through_tensorboard, directly = edits("Weights & Biases")
+    for number, edit in enumerate((through_tensorboard, directly)):
+        project = project_with(tmp_path / str(number), edit)
+        run(project, "--nproc", 2, WANDB_MODE="offline", WANDB_SILENT="true")
+        (file,) = (project / "runs/x").glob("wandb/offline-run-*/*.wandb")
+        content = file.read_bytes()
+        assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    project = project_with(tmp_path, *edits("MLflow"))
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run(project, "--nproc", 2, MLFLOW_TRACKING_URI=uri)
+    client = mlflow.tracking.MlflowClient(uri)
+    (experiment,) = (each for each in client.search_experiments() if each.name == "my-project")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.data.params["model"] == "ToyModel" and found.data.params["lr"] == "0.03"
+    (val,) = lines(project / "runs/x", "val")
+    assert found.data.metrics["val/accuracy"] == val["accuracy"]
+
+
+def test_histograms_and_images(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("Histograms and images in TensorBoard"))
+    run(project, "--nproc", 2)
+    events = EventAccumulator(str(project / "runs/x/tensorboard"))
+    events.Reload()
+    assert "fc3.weight" in events.Tags()["histograms"] and {"conv1", "train/inputs"} <= set(events.Tags()["images"])
+
+
+def test_the_norm_of_the_gradient(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("The norm of the gradient"))
+    run(project, "--nproc", 2, "--clip-grad", 0.01)
+    assert all(line["grad_norm"] > 0.01 for line in lines(project / "runs/x", "train"))
+    run(project, "--output-dir", "runs/y")
+    assert all("grad_norm" not in line for line in lines(project / "runs/y"))
+
+
+def test_several_losses(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("Several losses"))
+    run(project)
+    for line in lines(project / "runs/x"):
+        assert line["activity"] > 0 and 0 <= line["accuracy"] <= 1
+
+
+def test_class_weights(tmp_path: Path) -> None:
+    """Of equal classes one counts five times, so the model says it more often at first."""
+    plain, weighted = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Class weights"))
+    for project in (plain, weighted):
+        run(project, "--max-steps", 1)
+    losses = [lines(project / "runs/x", "val")[0]["loss"] for project in (plain, weighted)]
+    assert losses[0] != losses[1]
+
+
+def test_mixup(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("Mixup"))
+    run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1)
+    whole = lines(project / "runs/x", "val")
+    run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1, "--max-steps", 5, "--output-dir", "runs/y")
+    assert "resuming from" in run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1, "--output-dir", "runs/y")
+    assert lines(project / "runs/y", "val")[-1] == whole[-1], "the same random numbers after a resume"
+
+
+def test_a_schedule(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("A schedule of your own"))
+    run(project, "--epochs", 3, "--log-every", 8)
+    assert [line["lr"] for line in lines(project / "runs/x", "train")] == pytest.approx([0.03, 0.003, 0.0003])
+
+
+def test_without_an_edit(tmp_path: Path) -> None:
+    """The average of the weights, and the profile."""
+    for title in ("An average of the weights", "A profile"):
+        assert edits(title) == [] and re.search(r"`--(ema|profile)", SECTIONS[title])
+    project = project_with(tmp_path)
+    run(project, "--ema", 0.999, "--profile", "--epochs", 2)
+    assert list((project / "runs/x/profile").iterdir())
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", SECTIONS["A notebook"], re.DOTALL)
+    project = project_with(tmp_path)
+    done = subprocess.run([sys.executable, "-c", block], cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((project / "runs/notebook/status.json").read_text())["step"] == 5
+
+
+def test_every_recipe_is_tried_and_none_is_long() -> None:
+    source = Path(__file__).read_text()
+    elsewhere = {"Learning rates per group, freezing, pretrained weights"}  # test_documentation.py
+    assert {title for title in SECTIONS if f'"{title}"' not in source} <= elsewhere
+    for title, text in SECTIONS.items():
+        for block in re.findall(r"^```\S+.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= 15, title
