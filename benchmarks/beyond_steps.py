@@ -90,6 +90,7 @@ class Bench:
 
     def options(self, dataset: str = "cifar10", *, batch: int = BATCH, model: str = "ToyModel") -> list[str]:
         options = ["--dataset", dataset, "--data-dir", str(self.folder / dataset), "--device", "cpu"]
+        options += ["--val-fraction", "0"] if dataset == "cifar10" else []  # all images are for training
         return [*options, "--batch-size", str(batch), "--model", model]
 
     def positions(self) -> list[int]:

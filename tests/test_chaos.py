@@ -201,7 +201,7 @@ def compare(output: Path, whole: Path) -> None:
     assert logged(output) == logged(whole)
     steps = [line["step"] for line in logged(output) if line["split"] == "train"]
     assert steps == list(range(1, len(steps) + 1)), "a step was logged twice or not at all"
-    for name in ("train/loss", "train/accuracy", "train/lr", "test/loss", "test/accuracy"):
+    for name in ("train/loss", "train/accuracy", "train/lr", "val/loss", "val/accuracy"):
         assert scalars(output, name) == scalars(whole, name), name
     assert [step for step, _ in scalars(output, "train/loss")] == steps
 

@@ -199,9 +199,9 @@ def test_three_ranks_of_which_one_calls_something_else(edited: Callable[..., Edi
 def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> None:
     """The message names its line, and the line at which the others wait."""
     if case == "a dataset that hangs":
-        hang = "        class Hangs(type(train_set)):\n            def __getitems__(self, indices):\n"
+        hang = "        class Hangs(type(datasets.train)):\n            def __getitems__(self, indices):\n"
         hang += "                if ctx.rank == 1:\n                    __import__('time').sleep(3600)\n"
-        hang += "                return super().__getitems__(indices)\n\n        train_set.__class__ = Hangs\n"
+        hang += "                return super().__getitems__(indices)\n\n        datasets.train.__class__ = Hangs\n"
         main = edited("        train_loader = TrainLoader", hang + "        train_loader = TrainLoader")
         site = f"{main.at('sleep(3600)')}, called from {main.at('in enumerate(batches')}"
     else:

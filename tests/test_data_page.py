@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset, SeededReader, check_datasets
+from ddp.data.dataset import BatchDataset, Datasets, SeededReader, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
@@ -169,7 +169,7 @@ def test_the_messages_about_streams_lead_to_this_page() -> None:
             return iter(())
 
     with pytest.raises(UsageError, match=r"a stream, .* as docs/data\.md does for tar files"):
-        check_datasets(Endless(), Endless())
+        check_datasets(Datasets(Endless()), Config())
     generator = numpy.random.default_rng(0)
     reader = SeededReader([*range(3)], list, seed=0, epoch=0)
     reader._read_alone = lambda index: generator.random()  # type: ignore[method-assign]

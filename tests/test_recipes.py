@@ -73,10 +73,12 @@ def test_weights_and_biases(tmp_path: Path) -> None:
         assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
 
 
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder, which takes the place of a server."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
     project = project_with(tmp_path, *edits("MLflow"))
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = (tmp_path / "mlruns").as_uri()
     run(project, "--nproc", 2, MLFLOW_TRACKING_URI=uri)
     client = mlflow.tracking.MlflowClient(uri)
     (experiment,) = (each for each in client.search_experiments() if each.name == "my-project")

@@ -76,7 +76,8 @@ def test_the_first_run_writes_the_files_that_the_readme_names(first_run: Path) -
     ]
     status = json.loads((first_run / "status.json").read_text())
     assert status.pop("pid") > 0 and status.pop("host")
-    assert status == {"state": "done", "exit_code": 0, "step": 234, "epoch": 3, "saved": 234, "message": ""}
+    progress = {"step": 234, "epoch": 3, "saved": 234, "remaining_s": None}
+    assert status == {"state": "done", "exit_code": 0, **progress, "message": ""}
     config = json.loads((first_run / "config.json").read_text())
     assert config["options"]["epochs"] == 3 and config["torch"] == torch.__version__
     assert config["ddp_template"] == ddp.__version__

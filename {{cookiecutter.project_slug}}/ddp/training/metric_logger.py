@@ -43,8 +43,8 @@ class MetricLogger:
         self.tensorboard: Any = NullLogger()  # until the first line
         self.bar: Any = NullLogger()
 
-    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-        """Write one line to metrics.jsonl, and its numbers to TensorBoard."""
+    def write(self, step: int, split: str, values: Mapping[str, Any], inputs: Any = None) -> None:
+        """Write one line to metrics.jsonl, and its numbers to TensorBoard; and `inputs`, if they are images."""
         if (split, step) in self.evaluated:
             return  # a finished run, or one resumed where the epoch has no step left for more processes
         if not self.tensorboard:  # not earlier: the import alone takes as long as many steps
@@ -58,6 +58,7 @@ class MetricLogger:
             self.tensorboard.add_scalar(name, value, step)
         if split != "train" and not self.has_hyperparameters:
             self._write_hyperparameters(numbers)
+        self._write_images(step, inputs)
 
     def _write_hyperparameters(self, metrics: Mapping[str, Any]) -> None:
         """For TensorBoard's page that compares runs: the options, and which curves measure a run."""
@@ -67,8 +68,8 @@ class MetricLogger:
         for summary in hparams(dict(self.hyperparameters), dict(metrics))[:2]:  # not that the run has ended
             self.tensorboard.file_writer.add_summary(summary)
 
-    def write_images(self, step: int, inputs: Any) -> None:
-        """Show the first of a batch in TensorBoard, if they are images: [b, 1 or 3, h, w], of any range."""
+    def _write_images(self, step: int, inputs: Any) -> None:
+        """The first of a batch, if they are images: [b, 1 or 3, h, w], of any range."""
         if isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
             images = inputs[:SHOWN_IMAGES].detach().float().cpu()
             low, high = images.min(), images.max()

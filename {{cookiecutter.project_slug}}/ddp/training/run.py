@@ -219,9 +219,7 @@ class Run:
         self.throughput = Throughput(step, loader.wait_s)
         values = {"epoch": epoch, **metrics, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
         with self.throughput.paused():  # the first line imports TensorBoard
-            self._log(self.logger.write, step, "train", values)
-            if (inputs := loader.take_example()) is not None:
-                self._log(self.logger.write_images, step, inputs)
+            self._log(self.logger.write, step, "train", values, loader.take_example())
         speed = f"{rates['samples_per_s']:,.0f} samples/s"
         log.info(f"{self._where(epoch, step)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
 
