@@ -89,8 +89,17 @@ def test_metrics_have_the_fields_that_the_readme_names(first_run: Path) -> None:
     steps = [line["step"] for line in lines(first_run, "train")]
     assert steps == [78, 100, 156, 200, 234]
     assert set(lines(first_run, "train")[0]) == {
-        *("step", "epoch", "split", "loss", "accuracy", "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb")
+        *("step", "epoch", "split", "first_step", "loss", "accuracy"),
+        *("lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"),
     }
+    assert [line["first_step"] for line in lines(first_run, "train")] == [1, 79, 101, 157, 201]
+    epochs = lines(first_run, "train_epoch")
+    assert set(epochs[0]) == {"step", "epoch", "split", "first_step", "loss", "accuracy"}
+    assert [(line["first_step"], line["step"]) for line in epochs] == [(1, 78), (79, 156), (157, 234)]
+    for name in ("loss", "accuracy"):
+        parts = [(line["step"] + 1 - line["first_step"], line[name]) for line in lines(first_run, "train")[1:3]]
+        mean = sum(steps * value for steps, value in parts) / 78
+        assert epochs[1][name] == pytest.approx(mean, rel=1e-12), "the mean of all steps of the epoch"
     for split in ("val", "test"):
         assert set(lines(first_run, split)[0]) == {"step", "epoch", "split", "loss", "accuracy", "count"}
     assert [(line["step"], line["epoch"], line["count"]) for line in lines(first_run, "val")] == [
@@ -106,7 +115,7 @@ def test_metrics_have_the_fields_that_the_readme_names(first_run: Path) -> None:
 def test_tensorboard_shows_the_scalars_at_their_steps(first_run: Path) -> None:
     events = EventAccumulator(str(first_run / "tensorboard"))
     events.Reload()
-    for split in ("train", "val", "test"):
+    for split in ("train", "train_epoch", "val", "test"):
         written = [(line["step"], line["loss"]) for line in lines(first_run, split)]
         found = [(event.step, event.value) for event in events.Scalars(f"{split}/loss")]
         assert [step for step, _ in found] == [step for step, _ in written]
@@ -282,7 +291,7 @@ def test_a_stop_that_one_rank_requests_stops_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("interval_s", "steps"), [(1e9, [0, 8, 16, 20, 20]), (-1.0, [0, 5, 8, 10, 15, 16, 20, 20, 20, 20])]
+    ("interval_s", "steps"), [(1e9, [0, 8, 16, 20, 20]), (-1.0, [0, 5, 8, 10, 15, 16, 20, 20, 20, 20, 20])]
 )
 def test_status_json_is_written_now_and_then_and_at_every_save(
     interval_s: float, steps: list[int], small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -321,12 +330,30 @@ def test_tensorboard_is_opened_for_the_first_line_and_that_time_does_not_count_a
     assert second["step"] == 4 and second["step_ms"] < 1000, "3 s for TensorBoard count as training"
 
 
+def test_the_lists_of_a_whole_epoch_are_not_kept() -> None:
+    def on_rank(ctx: DistContext) -> list[Any]:
+        meter, found = Meter(ctx), []
+        for count in (1, 2):
+            meter.add({"loss": torch.tensor(1.0), "all": [count]})
+            found.append(meter.take()["all"])
+        found.append(meter.take_epoch(dict, complete=True))
+        meter.add({"loss": torch.tensor(2.0), "all": [3]})
+        return [*found, meter.take_epoch(dict, complete=False), meter.take()["all"]]
+
+    assert on_ranks(1, on_rank) == [[[1], [2], {}, {}, [3]]]
+
+
 def test_a_line_covers_one_epoch_only(small: None, tmp_path: Path) -> None:
     """Epochs have 20 steps. A mean that includes the previous epoch would look worse than the evaluation before it."""
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 32, "--output-dir", tmp_path]
     train(1, *options, "--log-every", 15, "--max-steps", 33)
     assert [line["step"] for line in lines(tmp_path, "train")] == [15, 20, 30]
+    assert [(line["first_step"], line["step"]) for line in lines(tmp_path, "train_epoch")] == [(1, 20), (21, 33)]
     train(1, *options, "--log-every", 15)
+    assert [(line["first_step"], line["step"]) for line in lines(tmp_path, "train_epoch")[2:]] == [(21, 40)]
+    stopped, whole = lines(tmp_path, "train_epoch")[-1], tmp_path / "whole"
+    train(1, *options[:-1], whole)
+    assert {**stopped, "step": 40} == lines(whole, "train_epoch")[-1], "all steps of the epoch, also before the stop"
     assert [(line["step"], line["epoch"]) for line in lines(tmp_path, "train")] == [(15, 1), (20, 1), (30, 2), (40, 2)]
 
 

@@ -109,7 +109,8 @@ def main(config: Config, rank_env: RankEnv) -> None:
                     run.stop()  # saves and exits
 
             metrics = evaluate(evaluated_model, val_loader, config, ctx)
-            run.end_epoch(metrics, metric_for_best_model, val_loader)
+            train_metrics = meter.take_epoch(compute_metrics, run.completes_epoch)
+            run.end_epoch(train_metrics, metrics, metric_for_best_model, val_loader)
 
         if test_loader.length:  # once, with the weights that the validation set has chosen
             run.load_best()

@@ -74,7 +74,7 @@ def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, An
     """Sums over the samples of a batch, which are added up over batches and ranks. Training needs `loss`.
 
     A run ends when `loss` is not finite: let it include every loss. A list, with one entry per sample, is gathered in
-    the order of the samples: for metrics that need all predictions.
+    the order of the samples: for metrics that need all predictions. Lists of a whole epoch of training are not kept.
     """
     return {
         "loss": loss.detach() * len(targets),

@@ -1,6 +1,7 @@
 """Save and resume a run: the objects passed to `run.resume`, the TrainState, and the random generators of all ranks."""
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -38,6 +39,16 @@ class TrainState:
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluated_step: int | None = None  # the step of the last evaluation
     epochs_since_best: int = 0
+    logged_step: int = 0  # the last step that a logged training figure covers
+    epoch_start: int = 0  # the last step before this epoch
+
+    def update_best(self, value: float, metrics: Mapping[str, float]) -> bool:
+        """Record `value` if it is the highest so far, and return whether it is. Any number is better than a NaN."""
+        if self.best is not None and not math.isnan(self.best) and not value > self.best:
+            return False
+        self.best, self.best_step, self.epochs_since_best = value, self.step, 0
+        self.best_metrics = {name: float(each) for name, each in metrics.items()}
+        return True
 
 
 def progress_of(content: Mapping[str, Any]) -> TrainState:

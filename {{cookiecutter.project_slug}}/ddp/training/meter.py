@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -34,6 +34,7 @@ class Meter:
         self.lists: dict[str, list[list[Any]]] = {}  # not gathered yet: those of each batch
         self.total: Totals = {}  # over all ranks; on the host, and the same on every rank
         self.zeros: Totals | None = None  # what there is to add: zeros and empty lists
+        self.epoch: Totals | None = {}  # all that was taken in this epoch, without lists; None if that is not known
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
         """Add the totals of one batch: numbers, tensors or lists. Does not synchronise with the device."""
@@ -87,14 +88,33 @@ class Meter:
     def take(self) -> Totals:
         """`reduce`, and restart from zero. Call on every rank."""
         total, self.total = self.reduce(), {}
+        self.epoch = self._with_epoch(total)
         return total
 
+    def take_epoch(self, compute_metrics: Callable[[Totals], dict[str, float]], complete: bool) -> dict[str, float]:
+        """The metrics of the whole epoch so far; if it is complete, restart from zero. Call on every rank.
+
+        Empty if nothing was added, or if batch_totals has lists: those of an epoch may need too much memory.
+        """
+        epoch = self._with_epoch(self._so_far())
+        if complete:
+            self.total, self.epoch = {}, {}
+        return compute_metrics(epoch) if epoch else {}
+
+    def _with_epoch(self, total: Totals) -> Totals | None:
+        if self.epoch is None or any(isinstance(value, list) for value in total.values()):
+            return None
+        return self.epoch | {name: self.epoch.get(name, 0) + value for name, value in total.items()}
+
+    def _so_far(self) -> Totals:
+        return self.reduce() if self.pending or self.local or self.lists else self.total
+
     def state_dict(self) -> dict[str, Any]:
-        """The totals since the last logged step. Call on every rank."""
-        return {"total": dict(self.reduce()) if self.pending or self.local or self.lists else dict(self.total)}
+        """The totals since the last logged step, and of the epoch before it. Call on every rank."""
+        return {"total": dict(self._so_far()), "epoch": None if self.epoch is None else dict(self.epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total = dict(state["total"])
+        self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
 
 
 def _zero(value: Any) -> Any:

@@ -6,8 +6,6 @@ OUTPUT_DIR/metrics.jsonl    one line per logged step           OUTPUT_DIR/tensor
 """
 
 import logging
-import math
-import shlex
 import signal
 import sys
 import time
@@ -35,7 +33,7 @@ from ddp.training.meter import RemainingTime, Throughput, memory_mb
 from ddp.training.metric_logger import MetricLogger, NullLogger, format_metrics
 from ddp.training.output_dir import OutputDir
 from ddp.training.profiler import Profiler
-from ddp.training.summary import describe_run
+from ddp.training.summary import describe_end, describe_epoch, describe_run, describe_start, describe_step
 
 log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
@@ -57,6 +55,8 @@ class Run:
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.evaluated_state: TrainState | None = None  # if it is not `state`
         self.stop_reason: int = signal.SIGTERM  # on which all ranks agree
+        self.train_metrics: Mapping[str, float] = {}  # of the last logged steps
+        self.logged_samples, self.logged_s = 0, 0.0  # in this epoch, by this process
         self.started = time.perf_counter()
         self.status_written = 0.0  # when status.json was last written
 
@@ -155,10 +155,7 @@ class Run:
         if config.evaluate:
             log.info(f"evaluating {self.resumed_from}, of step {state.step:,}")
             return
-        epoch = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
-        where = epoch if state.samples_consumed else f"the end of epoch {state.epoch}"
-        resuming = f"resuming from {self.resumed_from}, at step {state.step:,}, {where}"
-        log.info(resuming if self.resumed_from else f"a new run, in {config.output_dir}")
+        log.info(describe_start(state, self.resumed_from, self.output_dir.path))
         self.remaining = RemainingTime(min(self.total_steps, self.max_steps), state.step)
         if self.finished():
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
@@ -178,7 +175,7 @@ class Run:
         left_in_epoch = loader.sampler.steps_left(state.samples_consumed)
         left = min(left_in_epoch, self.max_steps - state.step)
         self.completes_epoch = left == left_in_epoch
-        self.last_step = state.step + left
+        self.last_step, self.logged_samples, self.logged_s = state.step + left, 0, 0.0
         self.logger.open_bar(f"epoch {state.epoch + 1}/{self.config.epochs}", loader.steps_per_epoch, left_in_epoch)
         self.throughput = Throughput(state.step, loader.wait_s)
         self.ctx.stop_sync.restart()
@@ -213,50 +210,65 @@ class Run:
         return every is not None and self.state.step % every == 0 and self.state.step != self.last_step
 
     def log_train(self, metrics: Mapping[str, float], lr: float) -> None:
-        """Log the steps since the last logged one: on the console, in metrics.jsonl, in TensorBoard."""
+        """Log the steps since the last logged one. The console shows an epoch's last steps only in the epoch's line."""
         step, epoch, loader = self.state.step, self.state.epoch + 1, self.train_loader
         rates = self.throughput.rates(step, loader.wait_s, loader.global_batch)
+        self.logged_samples += (step - self.throughput.step) * loader.global_batch
+        self.logged_s += (step - self.throughput.step) * rates["step_ms"] / 1000
         self.throughput = Throughput(step, loader.wait_s)
-        values = {"epoch": epoch, **metrics, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
+        values = {"epoch": epoch, "first_step": self.state.logged_step + 1, **metrics, "lr": lr, **rates}
+        values["memory_mb"] = memory_mb(self.ctx.device)
         with self.throughput.paused():  # the first line imports TensorBoard
             self._log(self.logger.write, step, "train", values, loader.take_example())
-        speed = f"{rates['samples_per_s']:,.0f} samples/s"
-        log.info(f"{self._where(epoch, step)}  train  {format_metrics(metrics)}  lr {lr:.4g}  {speed}")
+        self.state.logged_step, self.train_metrics = step, metrics
+        if step != self.last_step:
+            shown = f"train  {format_metrics(metrics)}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
+            log.info(f"{self._where(epoch, step)}  {shown}")
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
         """Log an evaluation, of the weights of `load_best` after that. Nothing, if there was no data."""
         state = self.evaluated_state or self.state
-        if not metrics:
-            return
-        epoch = state.epoch + (state.samples_consumed > 0)
-        values = {"epoch": epoch, **metrics, "count": eval_loader.length}
-        self._log(self.logger.write, state.step, eval_loader.part, values)
-        is_best = state.best_step == state.step and not self.config.evaluate
-        best = f"  ({'best so far' if eval_loader.part == 'val' else 'best.pt'})" if is_best else ""
-        log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
+        if metrics:
+            epoch = state.epoch + (state.samples_consumed > 0)
+            values = {"epoch": epoch, **metrics, "count": eval_loader.length}
+            self._log(self.logger.write, state.step, eval_loader.part, values)
+            best = "  (best.pt)" if state.best_step == state.step and not self.config.evaluate else ""
+            log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
 
     def end_epoch(
-        self, metrics: Mapping[str, float], metric: Callable[[Mapping[str, float]], float], val_loader: EvalLoader
+        self,
+        train_metrics: Mapping[str, float],
+        metrics: Mapping[str, float],
+        metric: Callable[[Mapping[str, float]], float],
+        val_loader: EvalLoader,
     ) -> None:
         """After the evaluation at the end of an epoch or of --max-steps: log and save.
 
         If metric(metrics) is the highest so far, this step's checkpoint becomes best.pt. metrics: empty without data.
+        train_metrics: over the epoch so far; if they are empty, the console shows those of the last logged steps.
         """
         state = self.state
-        value = float(metric(metrics)) if metrics else None
-        # Any number is better than a first NaN.
-        if value is not None and (state.best is None or math.isnan(state.best) or value > state.best):
-            state.best, state.best_step, state.epochs_since_best = value, state.step, 0
-            state.best_metrics = {name: float(each) for name, each in metrics.items()}
-        elif self.completes_epoch:
+        if not (metrics and state.update_best(float(metric(metrics)), metrics)) and self.completes_epoch:
             state.epochs_since_best += 1
-        self.log_eval(metrics, val_loader)
+        self._log_epoch(train_metrics, metrics, val_loader.length)
         state.evaluated_step = state.step
         if self.completes_epoch:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
+            state.logged_step = state.epoch_start = state.step
         self.save()
         if self._is_out_of_patience():
             log.info(f"stopping early: no better validation metric in {state.epochs_since_best} epochs (--patience)")
+
+    def _log_epoch(self, train_metrics: Mapping[str, float], metrics: Mapping[str, float], count: int) -> None:
+        state, epoch = self.state, self.state.epoch + 1
+        if train_metrics:
+            values = {"epoch": epoch, "first_step": state.epoch_start + 1, **train_metrics}
+            self._log(self.logger.write, state.step, "train_epoch", values)
+        if metrics:
+            self._log(self.logger.write, state.step, "val", {"epoch": epoch, **metrics, "count": count})
+        speed = self.logged_samples / self.logged_s if self.logged_s else None
+        shown = describe_epoch(train_metrics or self.train_metrics, metrics, state.best_step == state.step, speed)
+        log.info(f"{self._where(epoch, state.step)}  {shown}")
 
     def _log(self, write: Callable[..., None], *arguments: Any, status: bool = False) -> None:
         """Write to the logs, and to status.json if `status` or if it is old. Rank 0 may fail alone; others learn it."""
@@ -272,10 +284,7 @@ class Run:
         self.evaluated_state = self.checkpoints.load_best()
 
     def _where(self, epoch: int, step: int) -> str:
-        if self.config.evaluate:  # its own options do not know how long the training was to be
-            return f"epoch {epoch}  step {step:,}"
-        epochs, steps = str(self.config.epochs), f"{self.total_steps:,}"
-        return f"epoch {epoch:>{len(epochs)}}/{epochs}  step {step:>{len(steps)},}/{steps}"
+        return describe_step(epoch, step, None if self.config.evaluate else (self.config.epochs, self.total_steps))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -291,11 +300,8 @@ class Run:
         newest = next(iter(self.checkpoints.directory.paths()), None)
         if newest is None:  # a finished run's checkpoint, in a new directory
             return
-        chosen = state.best is not None
-        best = f"; best at step {state.best_step:,}: val {format_metrics(state.best_metrics)}" if chosen else ""
-        log.info(f"done in {time.perf_counter() - self.started:,.0f} s{best}")
-        log.info(f"  best weights  {path / 'best.pt'}" if chosen else f"  weights       {newest}")
-        log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
+        for line in describe_end(state, newest, path, time.perf_counter() - self.started):
+            log.info(line)
 
     def record_failure(self, error: BaseException) -> None:
         """Add to `error` what the user needs to know of the run, and record it in status.json. Not a collective."""

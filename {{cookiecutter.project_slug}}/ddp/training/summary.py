@@ -1,12 +1,16 @@
-"""What a run prints before its first step."""
+"""The lines that a run prints: before its first step, after an epoch, and at the end."""
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from ddp.checkpoint.manager import TrainState
 from ddp.core.run_config import RunConfig
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, plural
+from ddp.training.metric_logger import format_metrics
 from ddp.training.wrapping import model_name
 
 
@@ -37,3 +41,37 @@ def sample_counts(train_loader: TrainLoader, eval_loaders: Sequence[EvalLoader])
     missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
     samples = ", ".join([f"{train_loader.length:,} training", *counts])
     return f"{samples} samples{f'; {missing}' if missing else ''}"
+
+
+def describe_start(state: TrainState, resumed_from: str | None, output_dir: Path) -> str:
+    """Where the training begins."""
+    if resumed_from is None:
+        return f"a new run, in {output_dir}"
+    epoch = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
+    where = epoch if state.samples_consumed else f"the end of epoch {state.epoch}"
+    return f"resuming from {resumed_from}, at step {state.step:,}, {where}"
+
+
+def describe_step(epoch: int, step: int, total: tuple[int, int] | None) -> str:
+    """Where a run is; total: epochs and steps, None in an evaluation. As wide at the start as at the end."""
+    if total is None:
+        return f"epoch {epoch}  step {step:,}"
+    epochs, steps = (f"{each:,}" for each in total)
+    return f"epoch {epoch:>{len(epochs)},}/{epochs}  step {step:>{len(steps)},}/{steps}"
+
+
+def describe_epoch(train: Mapping[str, float], val: Mapping[str, float], is_best: bool, speed: float | None) -> str:
+    """The metrics of training and validation side by side, and the speed in samples/s. Each may be missing."""
+    parts = [f"{name}  {format_metrics(metrics)}" for name, metrics in (("train", train), ("val", val)) if metrics]
+    parts += ["(best so far)"] if val and is_best else []
+    parts += [] if speed is None else [f"{speed:,.0f} samples/s"]
+    return "  ".join(parts)
+
+
+def describe_end(state: TrainState, newest: Path, output_dir: Path, seconds: float) -> Iterator[str]:
+    """How long it took, the best metrics, and where the results are. newest: the newest checkpoint."""
+    chosen = state.best is not None
+    best = f"; best at step {state.best_step:,}: val {format_metrics(state.best_metrics)}" if chosen else ""
+    yield f"done in {seconds:,.0f} s{best}"
+    yield f"  best weights  {output_dir / 'best.pt'}" if chosen else f"  weights       {newest}"
+    yield f"  curves        tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}"
