@@ -31,10 +31,10 @@ from rich.text import Text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
-COLUMNS = 110
+COLUMNS = 120
 COMMAND = "./launch_node.sh --nproc-per-node 2 -- --dataset synthetic --epochs 3 --output-dir runs/demo"
 RUNS = "python main.py --nproc 2 --dataset synthetic --epochs 3 --log-every 5 --lr {0} --output-dir runs/lr-{0}"
-STOP_AT = "epoch 2/3  step 100"  # Ctrl-C after this line
+STOP_AT = "epoch 1/3  step  78"  # Ctrl-C after this line
 
 
 def environment() -> dict[str, str]:

@@ -210,7 +210,7 @@ class Run:
         return every is not None and self.state.step % every == 0 and self.state.step != self.last_step
 
     def log_train(self, metrics: Mapping[str, float], lr: float) -> None:
-        """Log the steps since the last logged one. The console shows an epoch's last steps only in the epoch's line."""
+        """Log the steps since the last logged one. Short epochs, and the end of each, have only the epoch's own line."""
         step, epoch, loader = self.state.step, self.state.epoch + 1, self.train_loader
         rates = self.throughput.rates(step, loader.wait_s, loader.global_batch)
         self.logged_samples += (step - self.throughput.step) * loader.global_batch
@@ -221,7 +221,7 @@ class Run:
         with self.throughput.paused():  # the first line imports TensorBoard
             self._log(self.logger.write, step, "train", values, loader.take_example())
         self.state.logged_step, self.train_metrics = step, metrics
-        if step != self.last_step:
+        if step != self.last_step and loader.steps_per_epoch > self.config.log_every:
             shown = f"train  {format_metrics(metrics)}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
             log.info(f"{self._where(epoch, step)}  {shown}")
 
