@@ -210,7 +210,7 @@ class Run:
         return every is not None and self.state.step % every == 0 and self.state.step != self.last_step
 
     def log_train(self, metrics: Mapping[str, float], lr: float) -> None:
-        """Log the steps since the last logged one. Short epochs, and the end of each, have only the epoch's own line."""
+        """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line."""
         step, epoch, loader = self.state.step, self.state.epoch + 1, self.train_loader
         rates = self.throughput.rates(step, loader.wait_s, loader.global_batch)
         self.logged_samples += (step - self.throughput.step) * loader.global_batch
