@@ -119,9 +119,9 @@ def test_a_barrier_on_rank_0_only(edited: Callable[..., Edited]) -> None:
 # Each: what to replace, by what, and what the ranks called, as (operation, code of the line, the text after it).
 MISMATCHES: dict[str, tuple[str, str, tuple[str, str], tuple[str, str]]] = {
     "evaluate": (
-        "            metrics = evaluate(evaluated_model, val_loader, config, ctx)\n            run.end_epoch",
+        "            metrics = evaluate(evaluated_model, val_loader, config, ctx)\n            train_metrics",
         "            metrics = {'loss': 0.0, 'accuracy': 0.0}\n            if ctx.rank == 0:\n"
-        "                metrics = evaluate(evaluated_model, val_loader, config, ctx)\n            run.end_epoch",
+        "                metrics = evaluate(evaluated_model, val_loader, config, ctx)\n            train_metrics",
         ("return compute_metrics(meter.take())", " (take), called from {main}"),
         ("run.end_epoch(", " (end_epoch)"),
     ),

@@ -644,7 +644,7 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
     assert sorted(decoded) == sorted(path.name for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
     assert len(decoded) == 2, "train and val, each once"
     plain = train(2, *shared, "--output-dir", tmp_path / "plain")
-    results = [re.findall(r"val    .*", text) for text in (output, plain)]
+    results = [re.findall(r"train  .*  val  loss \S+  accuracy \S+", text) for text in (output, plain)]
     assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
 
 
