@@ -349,6 +349,10 @@ def test_a_line_covers_one_epoch_only(small: None, tmp_path: Path) -> None:
     train(1, *options, "--log-every", 15, "--max-steps", 33)
     assert [line["step"] for line in lines(tmp_path, "train")] == [15, 20, 30]
     assert [(line["first_step"], line["step"]) for line in lines(tmp_path, "train_epoch")] == [(1, 20), (21, 33)]
+    train(1, *options[:-1], tmp_path / "each", "--log-every", 1, "--max-steps", 33)
+    for name in ("loss", "accuracy"):  # steps 31 to 33 have no line of their own
+        values = [lines(folder, "train_epoch")[1][name] for folder in (tmp_path, tmp_path / "each")]
+        assert values[0] == pytest.approx(values[1], rel=1e-12)
     train(1, *options, "--log-every", 15)
     assert [(line["first_step"], line["step"]) for line in lines(tmp_path, "train_epoch")[2:]] == [(21, 40)]
     stopped, whole = lines(tmp_path, "train_epoch")[-1], tmp_path / "whole"
