@@ -343,6 +343,19 @@ def test_the_lists_of_a_whole_epoch_are_not_kept() -> None:
     assert on_ranks(1, on_rank) == [[[1], [2], {}, {}, [3]]]
 
 
+def test_where_no_whole_epoch_is_known_the_line_names_its_first_step(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_totals = main.batch_totals
+    monkeypatch.setattr(main, "batch_totals", lambda *batch: {**batch_totals(*batch), "all": [0] * len(batch[2])})
+    options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 32, "--log-every", 15]
+    output = train(1, *options, "--output-dir", tmp_path)
+    assert re.search(r"step 20/20  train since step 16  loss .*  val  loss ", output), output
+    assert lines(tmp_path, "train_epoch") == []
+    (line,) = [line for line in lines(tmp_path, "train") if line["step"] == 20]
+    assert line["first_step"] == 16 and f"train since step 16  loss {line['loss']:.4f}" in output
+
+
 def test_a_line_covers_one_epoch_only(small: None, tmp_path: Path) -> None:
     """Epochs have 20 steps. A mean that includes the previous epoch would look worse than the evaluation before it."""
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 32, "--output-dir", tmp_path]

@@ -102,7 +102,7 @@ def flag_of(field_name: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """Raises UsageError with one line, where argparse would print the usage and exit in every process."""
 
-    unknown_hint = ""  # what is said about an option that does not exist
+    unknown_hint = ""  # the advice about an option that does not exist
 
     def __init__(self, **settings: Any) -> None:
         layout = partial(argparse.HelpFormatter, max_help_position=34, width=110)

@@ -86,7 +86,7 @@ def first_difference(logs: dict[int, list[Collective]], *, compare_sites: bool =
 def explain_mismatch(logs: dict[int, list[Collective]]) -> str:
     """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`, and what to do; or empty.
 
-    Calls that only look alike may have met before: the line of the first of them says more than that of the error.
+    Calls that only look alike may have met before: the line of the first of them is more exact than that of the error.
     """
     different = first_difference(logs)
     if not different:

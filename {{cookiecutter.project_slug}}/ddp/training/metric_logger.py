@@ -56,7 +56,7 @@ class MetricLogger:
         numbers = {f"{split}/{name}": value for name, value in values.items() if name != "epoch"}
         for name, value in numbers.items():
             self.tensorboard.add_scalar(name, value, step)
-        if not (split.startswith("train") or self.has_hyperparameters):
+        if split in ("val", "test") and not self.has_hyperparameters:
             self._write_hyperparameters(numbers)
         self._write_images(step, inputs)
 

@@ -55,10 +55,9 @@ class Run:
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.evaluated_state: TrainState | None = None  # if it is not `state`
         self.stop_reason: int = signal.SIGTERM  # on which all ranks agree
-        self.train_metrics: Mapping[str, float] = {}  # of the last logged steps
         self.logged_samples, self.logged_s = 0, 0.0  # in this epoch, by this process
-        self.started = time.perf_counter()
-        self.status_written = 0.0  # when status.json was last written
+        self.last_train = ""  # the figures of the last logged steps, for the console
+        self.started, self.status_written = time.perf_counter(), 0.0  # when status.json was last written
 
     # ---- resuming and saving ----------------------------------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class Run:
         left_in_epoch = loader.sampler.steps_left(state.samples_consumed)
         left = min(left_in_epoch, self.max_steps - state.step)
         self.completes_epoch = left == left_in_epoch
-        self.last_step, self.logged_samples, self.logged_s = state.step + left, 0, 0.0
+        self.last_step, self.logged_samples, self.logged_s, self.last_train = state.step + left, 0, 0.0, ""
         self.logger.open_bar(f"epoch {state.epoch + 1}/{self.config.epochs}", loader.steps_per_epoch, left_in_epoch)
         self.throughput = Throughput(state.step, loader.wait_s)
         self.ctx.stop_sync.restart()
@@ -216,14 +215,14 @@ class Run:
         self.logged_samples += (step - self.throughput.step) * loader.global_batch
         self.logged_s += (step - self.throughput.step) * rates["step_ms"] / 1000
         self.throughput = Throughput(step, loader.wait_s)
-        values = {"epoch": epoch, "first_step": self.state.logged_step + 1, **metrics, "lr": lr, **rates}
-        values["memory_mb"] = memory_mb(self.ctx.device)
+        first, rates["memory_mb"] = self.state.logged_step + 1, memory_mb(self.ctx.device)
+        values = {"epoch": epoch, "first_step": first, **metrics, "lr": lr, **rates}
         with self.throughput.paused():  # the first line imports TensorBoard
             self._log(self.logger.write, step, "train", values, loader.take_example())
-        self.state.logged_step, self.train_metrics = step, metrics
+        self.state.logged_step, self.last_train = step, f"train since step {first:,}  {format_metrics(metrics)}"
         if step != self.last_step and loader.steps_per_epoch > self.config.log_every:
-            shown = f"train  {format_metrics(metrics)}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
-            log.info(f"{self._where(epoch, step)}  {shown}")
+            shown = f"{self._where(epoch, step)}  train  {format_metrics(metrics)}"
+            log.info(f"{shown}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s")
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
         """Log an evaluation, of the weights of `load_best` after that. Nothing, if there was no data."""
@@ -245,7 +244,7 @@ class Run:
         """After the evaluation at the end of an epoch or of --max-steps: log and save.
 
         If metric(metrics) is the highest so far, this step's checkpoint becomes best.pt. metrics: empty without data.
-        train_metrics: over the epoch so far; if they are empty, the console shows those of the last logged steps.
+        train_metrics: over the epoch so far; if empty, the console shows the last logged steps, and which they are.
         """
         state = self.state
         if not (metrics and state.update_best(float(metric(metrics)), metrics)) and self.completes_epoch:
@@ -267,7 +266,8 @@ class Run:
         if metrics:
             self._log(self.logger.write, state.step, "val", {"epoch": epoch, **metrics, "count": count})
         speed = self.logged_samples / self.logged_s if self.logged_s else None
-        shown = describe_epoch(train_metrics or self.train_metrics, metrics, state.best_step == state.step, speed)
+        train = f"train  {format_metrics(train_metrics)}" if train_metrics else self.last_train
+        shown = describe_epoch(train, metrics, state.best_step == state.step, speed)
         log.info(f"{self._where(epoch, state.step)}  {shown}")
 
     def _log(self, write: Callable[..., None], *arguments: Any, status: bool = False) -> None:

@@ -60,9 +60,10 @@ def describe_step(epoch: int, step: int, total: tuple[int, int] | None) -> str:
     return f"epoch {epoch:>{len(epochs)},}/{epochs}  step {step:>{len(steps)},}/{steps}"
 
 
-def describe_epoch(train: Mapping[str, float], val: Mapping[str, float], is_best: bool, speed: float | None) -> str:
+def describe_epoch(train: str, val: Mapping[str, float], is_best: bool, speed: float | None) -> str:
     """The metrics of training and validation side by side, and the speed in samples/s. Each may be missing."""
-    parts = [f"{name}  {format_metrics(metrics)}" for name, metrics in (("train", train), ("val", val)) if metrics]
+    parts = [train] if train else []
+    parts += [f"val  {format_metrics(val)}"] if val else []
     parts += ["best"] if val and is_best else []
     parts += [] if speed is None else [f"{speed:,.0f} samples/s"]
     return "  ".join(parts)
