@@ -128,6 +128,8 @@ def test_two_machines_give_the_same_weights_as_two_processes_on_one(
         nodes = [start(two[rank], rank, project, *options, MASTER_ADDR=addresses[rank]) for rank in (0, 1)]
         assert_done(two, nodes)
     assert "2 processes (torchrun) on cpu, gloo" in nodes[0].output()
+    connected = "node 1: all nodes are connected; 1 process here; node 0 prints the progress"
+    assert nodes[1].output().splitlines()[-2:] == [connected, "node 1: done"]
     assert trained(tmp_path / "out") == uninterrupted
 
 

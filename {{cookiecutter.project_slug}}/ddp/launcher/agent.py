@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ddp.core.errors import QuitImmediately, Stopped, UserError, one_line, print_line
+from ddp.core.errors import ExitCode, QuitImmediately, Stopped, UserError, one_line, print_line
 from ddp.core.network import interface_of
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
 from ddp.core.run_config import CHECK_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count
@@ -81,6 +81,8 @@ class NodeAgent:
                 raise
         if not result.reported:
             self._print(result.message)
+        elif self.options.node_rank > 0 and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
+            self._print(result.message or "done")  # rank 0 has said so on node 0
         self._correct_status(result)
         return result.exit_code
 
@@ -123,6 +125,9 @@ class NodeAgent:
         grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S) if late else options.start_grace
         with self.requests.raising("before training began: nothing to save"):
             address = join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart))
+        if options.node_rank > 0 and not options.check:
+            processes = "1 process" if options.nproc_per_node == 1 else f"{options.nproc_per_node} processes"
+            self._print(f"all nodes are connected; {processes} here; node 0 prints the progress")
         # By default gloo uses the interface of the host's name, which is often loopback. NCCL needs no help: it avoids
         # loopback, prefers InfiniBand, and may use several interfaces, which one name would prevent.
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
