@@ -857,3 +857,37 @@ def test_launch_node_sh_names_the_interpreter_that_lacks_the_packages(template: 
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.startswith(f"error: {python} has no package torch and psutil: run pip install -e . with it")
     assert done.stderr.count("\n") == 1
+
+
+# Threads on a busy machine
+
+
+@pytest.mark.parametrize("program", [TEMPLATE / "main.py", TEMPLATE.parent / "examples" / "gan" / "main.py"])
+@pytest.mark.parametrize(
+    ("load", "variables", "expected"),
+    [
+        (0.9, {}, None),
+        (1.1, {}, "PASSIVE"),
+        (1.1, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        (1.1, {"GOMP_SPINCOUNT": "300000"}, None),
+    ],
+)
+def test_threads_wait_asleep_on_a_busy_machine_from_the_moment_torch_is_loaded(
+    program: Path, load: float, variables: dict[str, str], expected: str | None
+) -> None:
+    """`load`: threads that want to run, per core. torch reads the variable once, when it is loaded."""
+    script = f"""
+import importlib.abc, os, runpy, sys
+class Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Torch())
+os.getloadavg = lambda: ({load} * os.cpu_count(), 0.0, 0.0)
+runpy.run_path({str(program)!r}, run_name="__main__")
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= variables | {"PYTHONPATH": str(TEMPLATE)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(expected), done.stderr

@@ -6,6 +6,7 @@ python main.py --help                     every option
 
 from typing import Any
 
+import ddp.core.cpu_threads  # isort: skip  # noqa: F401  # before torch
 import torch
 
 from config import Config

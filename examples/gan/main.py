@@ -8,6 +8,7 @@ Only the step, and what it needs, differs from the main.py that comes with the p
 
 from typing import Any
 
+import ddp.core.cpu_threads  # isort: skip  # noqa: F401  # before torch
 import torch
 
 from config import Config
