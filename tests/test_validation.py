@@ -74,6 +74,8 @@ def test_the_weights_that_validation_chose_are_tested_once(
     again = train(2, *options)
     assert "already done" in again and results(again, "test") == results(output, "test")
     assert (tmp_path / "metrics.jsonl").read_text() == metrics, "not logged twice"
+    fewer_epochs = train(1, *options, "--epochs", 1)
+    assert f"epoch {best}/{best}  step {5 * best:>2}/15  test " in fewer_epochs
 
 
 def test_a_run_that_was_stopped_in_its_test_is_tested_when_it_is_repeated(

@@ -53,10 +53,13 @@ def describe_start(state: TrainState, resumed_from: str | None, output_dir: Path
 
 
 def describe_step(epoch: int, step: int, total: tuple[int, int] | None) -> str:
-    """Where a run is; total: epochs and steps, None in an evaluation. As wide at the start as at the end."""
+    """Where a run is; total: epochs and steps, None in an evaluation. As wide at the start as at the end.
+
+    A run that had more epochs before than it is to have now has its own epoch and step as totals.
+    """
     if total is None:
         return f"epoch {epoch}  step {step:,}"
-    epochs, steps = (f"{each:,}" for each in total)
+    epochs, steps = (f"{max(pair):,}" for pair in zip((epoch, step), total, strict=True))
     return f"epoch {epoch:>{len(epochs)},}/{epochs}  step {step:>{len(steps)},}/{steps}"
 
 
