@@ -82,7 +82,7 @@ class NodeAgent:
         if not result.reported:
             self._print(result.message)
         elif self.options.node_rank > 0 and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
-            self._print(result.message or "done")  # rank 0 has said so on node 0
+            self._print(result.message or "done")  # rank 0 has printed it on node 0
         self._correct_status(result)
         return result.exit_code
 
