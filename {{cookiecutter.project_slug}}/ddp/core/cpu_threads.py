@@ -1,8 +1,8 @@
 """How torch's threads wait for each other on a busy machine. Import this before torch, which reads it at its start.
 
 By default a thread that waits spins for some milliseconds. With more threads than cores it then keeps the core from the
-thread that it waits for. Measured: on 2 cores where a test suite runs, sleeping instead is five times as fast; on an idle
-machine it is 1.4 times as slow. Unlike the number of threads, it changes no result.
+thread that it waits for. Measured: on 2 cores where a test suite runs, sleeping instead is five times as fast; on an
+idle machine it is 1.4 times as slow. Unlike the number of threads, it changes no result.
 """
 
 import os
