@@ -160,7 +160,10 @@ def test_two_machines_meet_and_their_workers_know_the_interface_and_the_world_si
     """To gpu1 itself, gpu1 is 127.0.0.1."""
     nodes = [node(machine, rank, project, MASTER_ADDR=address) for rank, machine in enumerate(two)]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
-    assert [one.output() for one in nodes] == ["rank 0 of 2, turn 1, by eth0\n", "rank 1 of 2, turn 1, by eth0\n"]
+    assert nodes[0].output() == "rank 0 of 2, turn 1, by eth0\n"
+    connected, *worker, done = nodes[1].output().splitlines()
+    assert worker == ["rank 1 of 2, turn 1, by eth0"] and done == "node 1: done"
+    assert connected == "node 1: all nodes are connected; 1 process here; node 0 prints the progress"
     assert_nothing_left(project)
 
 
