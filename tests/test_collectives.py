@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from ddp.core.call_site import PROJECT, Frame, call_site, format_stack, is_owner_file, names, stack_of
+from ddp.core.call_site import PROJECT, Frame, call_site, format_stack, is_owner_file, names, stack_of, waits_for_work
 from ddp.distributed import stop_sync
 from ddp.distributed.collective_log import (
     Collective,
@@ -101,7 +101,7 @@ def on_rank_0(code: str, step: int = 4) -> str:
 def test_a_barrier_on_rank_0_only(edited: Callable[..., Edited]) -> None:
     """While it waits, rank 0 prints where each rank is. At the timeout, there is one verdict, and the stacks."""
     main = edited(LOG, on_rank_0("torch.distributed.barrier()") + LOG)
-    outputs = main.run(2, 1, "--warn-after", 1.5)
+    outputs = main.run(2, 1, "--warn-after", 1.5, "--timeout", 8)
     barrier, other = main.at("barrier()"), f"{main.at('meter.take()')} (take)"
     line = f"rank 0 called barrier at {barrier}, but rank 1 called all_reduce at {other}: {ADVICE}"
     assert verdicts(outputs) == [line] * 2
@@ -176,7 +176,7 @@ def test_ranks_that_call_different_collectives(edited: Callable[..., Edited], ca
     main = edited(old, new)
     outputs = main.run(2, 1)
     verdict, again = verdicts(outputs)
-    assert verdict == again and verdict.endswith(f": {ADVICE}") and verdict.startswith("rank 0 called "), outputs
+    assert verdict == again and verdict.endswith(f": {ADVICE}") and verdict.startswith("rank 0 "), outputs
     caller = main.at("metrics = evaluate(")
     for code, text in called:
         assert f" at {main.at(code)}{text.format(main=caller)}" in verdict if code else True, verdict
@@ -260,14 +260,14 @@ def test_where_logs_differ() -> None:
     assert first_difference({0: [collective(1, "scatter")], 1: [collective(1, "scatter", "")]}) == {}
     lines = {0: [collective(1, site="main.py:7")], 1: [collective(1)]}
     assert first_difference(lines) == {} and explain_mismatch(lines) == ""
-    assert explain_other_number(lines) == f"rank 0 at main.py:7 and rank 1 at main.py:9 met: {ADVICE}"
+    same_call = "rank 0 at main.py:7 and rank 1 at main.py:9 made the same all_reduce call from different lines"
+    assert explain_other_number(lines) == f"{same_call}: {ADVICE}"
     calls = {0: [collective(1, "barrier", "", site="main.py:7 (barrier)")], 1: [collective(1, site="")]}
     line = f"rank 0 called barrier at main.py:7, but rank 1 called all_reduce at ?: {ADVICE}"
     assert explain_mismatch(calls) == line == explain_other_number(calls)
     later = {0: [*lines[0], collective(2, tensors="float [5]")], 1: [*lines[1], collective(2, tensors="float [6]")]}
     line = "rank 0 called all_reduce of float [5] at main.py:9, but rank 1 called all_reduce of float [6] at main.py:9"
-    met = "all_reduce of rank 0 at main.py:7 and rank 1 at main.py:9 met before"
-    assert explain_mismatch(later) == f"{line} ({met}): {ADVICE}"
+    assert explain_mismatch(later) == f"{same_call}; then {line}: {ADVICE}"
 
 
 def test_what_is_said_about_a_wait() -> None:
@@ -316,12 +316,21 @@ def test_the_line_of_the_owner() -> None:
     here = format_stack(stack_of(threading.get_ident())).splitlines()
     assert any(line.startswith("> ") and "test_the_line_of_the_owner" in line for line in here)
     assert any("here = format_stack(stack_of(" in line for line in here)
+    assert format_stack([Frame(package, 3, "take"), *base[:1]]) == f"  {package}:3 in take", "nothing from before main"
     assert [names(list(range(count))) for count in (1, 2, 4, 9)] == [
         "rank 0",
         "ranks 0 and 1",
         "ranks 0, 1, 2 and 3",
         "ranks 0, 1, 2 and 6 others",
     ]
+
+
+def test_stacks_leave_out_threads_that_wait_for_work() -> None:
+    """But not one that saves, or that the owner started."""
+    wait, save = Frame(threading.__file__, 5, "wait"), Frame(str(PROJECT / "ddp/core/files.py"), 9, "write")
+    main, pin = Frame(str(PROJECT / "main.py"), 7, "upload"), Frame(torch.__file__, 3, "do_one_step")
+    stacks = [[wait], [Frame(save.file, 1, "_watch"), wait], [wait, main], [save, wait], [pin, wait], []]
+    assert [waits_for_work(stack) for stack in stacks] == [True, True, False, False, False, False]
 
 
 def test_the_log_of_a_rank_knows_what_it_waits_for() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,14 +68,25 @@ def call_site(stack: Iterable[Frame]) -> str:
 
 
 def format_stack(stack: Iterable[Frame]) -> str:
-    """Lines for a stack, innermost call first; `>` marks those of the owner's files, which show their code."""
+    """Lines for a stack, innermost call first; `>` marks those of the owner's files, which show their code.
+
+    It ends where ddp calls main.
+    """
     lines = []
     for frame in stack:
+        if frame.file.startswith(ENTRYPOINT):
+            break
         owned = is_owner_file(frame.file)
         lines.append(f"{'>' if owned else ' '} {frame.file}:{frame.line} in {frame.function}")
         code = linecache.getline(frame.file, frame.line).strip() if owned else ""
         lines += [f">     {code}"] if code else []
     return "\n".join(lines)
+
+
+def waits_for_work(stack: list[Frame]) -> bool:
+    """Whether this is the stack of a thread that has nothing to do, as those of ddp and TensorBoard mostly have."""
+    idle = bool(stack) and (stack[0].file == threading.__file__ or stack[0].function == "_watch")
+    return idle and not any(is_owner_file(frame.file) for frame in stack)
 
 
 def _place(frame: Frame) -> str:

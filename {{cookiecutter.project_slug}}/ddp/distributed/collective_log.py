@@ -86,32 +86,33 @@ def first_difference(logs: dict[int, list[Collective]], *, compare_sites: bool =
 def explain_mismatch(logs: dict[int, list[Collective]]) -> str:
     """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`, and what to do; or empty.
 
-    Calls that only look alike may have met before: the line of the first of them is more exact than that of the error.
+    Different calls that look alike may have passed before: their lines come first, because the mistake is there.
     """
     different = first_difference(logs)
     if not different:
         return ""
     earlier = first_difference(logs, compare_sites=True)
-    places = {rank: each.site or "?" for rank, each in earlier.items()}
-    met = f"{next(iter(earlier.values())).operation} of {_at_each(places)} met before"
+    before = f"{_same_call(earlier)}; then " if earlier != different else ""
     same_operation = len({each.operation for each in different.values()}) == 1
     calls = {}
     for rank, each in different.items():
         tensors = f" of {each.tensors}" if same_operation and each.tensors else ""
         calls[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
     called = ", but ".join(f"{names(ranks)} called {call}" for call, ranks in by_site(calls).items())
-    return f"{called}{f' ({met})' if earlier != different else ''}: {MISMATCH_ADVICE}"
+    return f"{before}{called}: {MISMATCH_ADVICE}"
 
 
 def explain_other_number(logs: dict[int, list[Collective]]) -> str:
     """The same, if ranks have called different numbers of collectives."""
-    places = {rank: each.site or "?" for rank, each in first_difference(logs, compare_sites=True).items()}
-    met = f"{_at_each(places)} met" if places else "the ranks are at different steps"
-    return explain_mismatch(logs) or f"{met}: {MISMATCH_ADVICE}"
+    earlier = first_difference(logs, compare_sites=True)
+    found = _same_call(earlier) if earlier else "the ranks are at different steps"
+    return explain_mismatch(logs) or f"{found}: {MISMATCH_ADVICE}"
 
 
-def _at_each(places: dict[int, str]) -> str:
-    return " and ".join(f"{names(ranks)} at {place}" for place, ranks in by_site(places).items())
+def _same_call(calls: dict[int, Collective]) -> str:
+    places = by_site({rank: each.site or "?" for rank, each in calls.items()})
+    at_each = " and ".join(f"{names(ranks)} at {place}" for place, ranks in places.items())
+    return f"{at_each} made the same {next(iter(calls.values())).operation} call from different lines"
 
 
 def collective_count(device: torch.device | None = None) -> int:
