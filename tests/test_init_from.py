@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_listed_and_a_head_is_initialised_anew(weights: dic
     del other["conv2.bias"]
     torch.save(other, tmp_path / "weights.pth")
     output = train(2, *STILL, "--init-from", tmp_path / "weights.pth", "--output-dir", tmp_path / "run")
-    assert "weights.pth: 7 of 10\n" in output
+    assert "weights.pth: 7 of 10\n" in output and "warning" not in output
     assert "  of another size, so initialised anew: fc3.weight [5, 84]; fc3.bias [5]\n" in output
     assert "  missing, so initialised anew: conv2.bias\n" in output
     assert "  not in this model: extra.weight\n" in output
@@ -120,6 +120,10 @@ def test_what_does_not_fit_is_listed_and_a_head_is_initialised_anew(weights: dic
     assert all(torch.equal(began[name], fresh[name]) for name in ("fc3.weight", "fc3.bias", "conv2.bias"))
     loaded = began.keys() - {"fc3.weight", "fc3.bias", "conv2.bias"}
     assert all(torch.equal(began[name], weights[name]) for name in loaded)
+
+    torch.save({name: weights[name] for name in ("conv1.weight", "conv1.bias")}, tmp_path / "few.pth")
+    output = train(1, *STILL, "--init-from", tmp_path / "few.pth", "--output-dir", tmp_path / "few")
+    assert f"warning: most weights of this model are not from {tmp_path}/few.pth: is that another model?\n" in output
 
 
 class Hostile:

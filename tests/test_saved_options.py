@@ -85,6 +85,16 @@ def test_the_folder_of_the_images_is_known(tmp_path: Path, monkeypatch: pytest.M
     output = train(1, "--evaluate", "--resume", "run/best.pt")
     assert "imagefolder: 8 training, 8 validation samples" in output and len(evaluated(output)) == 1
 
+    for part in ("train", "val"):  # as many classes and images as before, but cats are in the place of dogs
+        (tmp_path / "images" / part / "cat").rename(tmp_path / "images" / part / "wolf")
+    for words in (("--evaluate", "--resume", "run/best.pt"), (*options, "--epochs", 2, "--output-dir", "run")):
+        output = train(1, *words, code=4)
+        assert ": class 0 of the data was cat, is dog; class 1 of the data was dog, is wolf. Restore these" in output
+    for part in ("train", "val"):
+        (tmp_path / "images" / part / "wolf").rename(tmp_path / "images" / part / "dog" / "wolf")
+    output = train(1, "--evaluate", "--resume", "run/best.pt", code=4)
+    assert "error: cannot evaluate run/best.pt: the data had 2 classes, have 1; fc3.weight was" in output
+
 
 def test_which_options_are_taken() -> None:
     @dataclass

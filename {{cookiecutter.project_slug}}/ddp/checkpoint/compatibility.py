@@ -1,6 +1,6 @@
 """Whether a checkpoint belongs to this run: the differences, as text for the user."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -30,6 +30,16 @@ def part_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
             prefix = "" if name == "model" else f"{name}."
             differences += [prefix + text for text in weight_differences(part.state_dict(), theirs[name])]
     return differences
+
+
+def class_differences(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Why the targets of a dataset mean other classes than before; no reason, if one of them does not name any."""
+    if not ours or not theirs:
+        return []
+    if len(ours) != len(theirs):
+        return [f"the data had {len(theirs):,} classes, have {len(ours):,}"]
+    changed = [number for number, name in enumerate(ours) if name != theirs[number]]
+    return [f"class {number} of the data was {theirs[number]}, is {ours[number]}" for number in changed]
 
 
 def source_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

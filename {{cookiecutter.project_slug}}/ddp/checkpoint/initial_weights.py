@@ -81,6 +81,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
     _log_names("of another size, so initialised anew", resized)
     _log_names("missing, so initialised anew", [name for name in own if name not in weights])
     _log_names("not in this model", [name for name in weights if name not in own])
+    if len(fitting) < len(own) / 2:
+        log.warning(f"warning: most weights of this model are not from {source}: is that another model?")
 
 
 def _log_names(title: str, names: list[str]) -> None:

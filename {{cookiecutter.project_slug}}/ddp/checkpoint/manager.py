@@ -208,7 +208,9 @@ class CheckpointManager:
     def _check_fit(self, path: Path, content: Mapping[str, Any]) -> None:
         then, now = content["world_size"], self.ctx.world_size
         theirs = {name: part for name, part in content.items() if name not in self.reserved}
-        differences = compatibility.part_differences(self.state, theirs)
+        classes, their_classes = (facts.get("dataset", {}).get("classes", ()) for facts in (self.facts, content))
+        differences = compatibility.class_differences(classes, their_classes)
+        differences += compatibility.part_differences(self.state, theirs)
         if not self.config.evaluate:
             differences = compatibility.run_differences(self.config, self.facts, content) + differences
             if not differences and then != now and self.config.strict_resume:
