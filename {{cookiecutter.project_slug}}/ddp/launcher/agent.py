@@ -58,6 +58,7 @@ class NodeAgent:
         self.info = describe_node(options, config)
         # The name of the default one follows from the data and the model: the workers report it.
         self.output_dir = Path(config.output_dir) if config.output_dir else None
+        self.shows_no_progress = options.node_rank > 0 and not options.check  # rank 0 shows it, on node 0
 
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
@@ -81,7 +82,7 @@ class NodeAgent:
                 raise
         if not result.reported:
             self._print(result.message)
-        elif self.options.node_rank > 0 and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
+        elif self.shows_no_progress and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
             self._print(result.message or "done")  # rank 0 has printed it on node 0
         self._correct_status(result)
         return result.exit_code
@@ -125,7 +126,7 @@ class NodeAgent:
         grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S) if late else options.start_grace
         with self.requests.raising("before training began: nothing to save"):
             address = join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart))
-        if options.node_rank > 0 and not options.check:
+        if self.shows_no_progress:
             processes = "1 process" if options.nproc_per_node == 1 else f"{options.nproc_per_node} processes"
             self._print(f"all nodes are connected; {processes} here; node 0 prints the progress")
         # By default gloo uses the interface of the host's name, which is often loopback. NCCL needs no help: it avoids

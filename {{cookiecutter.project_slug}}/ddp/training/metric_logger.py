@@ -16,6 +16,7 @@ from ddp.core.files import atomic_write, storage_errors
 from ddp.core.rank_logs import console
 
 SHOWN_IMAGES = 16
+NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
 
 
 class NullLogger:
@@ -53,7 +54,7 @@ class MetricLogger:
             threading.excepthook = _ignore_tensorboard_thread
             self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.last_step + 1)
         self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
-        numbers = {f"{split}/{name}": value for name, value in values.items() if name != "epoch"}
+        numbers = {f"{split}/{name}": value for name, value in values.items() if name not in NO_CURVE}
         for name, value in numbers.items():
             self.tensorboard.add_scalar(name, value, step)
         if split in ("val", "test") and not self.has_hyperparameters:
