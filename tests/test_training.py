@@ -358,6 +358,16 @@ def test_where_no_whole_epoch_is_known_the_line_names_its_first_step(
     assert line["first_step"] == 16 and f"train since step 16  loss {line['loss']:.4f}" in output
 
 
+@pytest.mark.parametrize("name", ["count", "step", "lr"])
+def test_a_metric_with_a_name_that_each_line_has_is_refused(
+    name: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two would replace the other; `step` would also decide which lines a resumed run deletes."""
+    monkeypatch.setattr(main, "compute_metrics", lambda totals: {"loss": 1.0, "accuracy": 0.5, name: 3.0})
+    output = train(2, "--dataset", "synthetic", "--epochs", 1, "--output-dir", tmp_path, code=2)
+    assert f"error: compute_metrics returns '{name}', and metrics.jsonl has that already: rename it\n" in output
+
+
 def test_a_line_covers_one_epoch_only(small: None, tmp_path: Path) -> None:
     """Epochs have 20 steps. A mean that includes the previous epoch would look worse than the evaluation before it."""
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 32, "--output-dir", tmp_path]

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ddp.core.errors import UsageError
 from ddp.core.files import atomic_write, storage_errors
 from ddp.core.rank_logs import console
 
 SHOWN_IMAGES = 16
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
+RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
 
 
 class NullLogger:
@@ -44,8 +46,16 @@ class MetricLogger:
         self.tensorboard: Any = NullLogger()  # until the first line
         self.bar: Any = NullLogger()
 
-    def write(self, step: int, split: str, values: Mapping[str, Any], inputs: Any = None) -> None:
-        """Write one line to metrics.jsonl, and its numbers to TensorBoard; and `inputs`, if they are images."""
+    def write(
+        self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any], inputs: Any = None
+    ) -> None:
+        """Write one line to metrics.jsonl, and its numbers to TensorBoard; and `inputs`, if they are images.
+
+        about: what a run knows by itself, with names of RESERVED. Raises UsageError if `metrics` have such a name.
+        """
+        if taken := sorted(RESERVED & metrics.keys()):
+            raise UsageError(f"compute_metrics returns {taken[0]!r}, and metrics.jsonl has that already: rename it")
+        values = {**about, **metrics}
         if (split, step) in self.evaluated:
             return  # a finished run, or one resumed where the epoch has no step left for more processes
         if not self.tensorboard:  # not earlier: the import alone takes as long as many steps

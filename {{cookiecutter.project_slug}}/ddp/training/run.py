@@ -216,9 +216,9 @@ class Run:
         self.logged_s += (step - self.throughput.step) * rates["step_ms"] / 1000
         self.throughput = Throughput(step, loader.wait_s)
         first, rates["memory_mb"] = self.state.logged_step + 1, memory_mb(self.ctx.device)
-        values = {"epoch": epoch, "first_step": first, **metrics, "lr": lr, **rates}
+        about = {"epoch": epoch, "first_step": first, "lr": lr, **rates}
         with self.throughput.paused():  # the first line imports TensorBoard
-            self._log(self.logger.write, step, "train", values, loader.take_example())
+            self._log(self.logger.write, step, "train", about, metrics, loader.take_example())
         self.state.logged_step, self.last_train = step, f"train since step {first:,}  {format_metrics(metrics)}"
         if step != self.last_step and loader.steps_per_epoch > self.config.log_every:
             shown = f"{self._where(epoch, step)}  train  {format_metrics(metrics)}"
@@ -229,8 +229,8 @@ class Run:
         state = self.evaluated_state or self.state
         if metrics:
             epoch = state.epoch + (state.samples_consumed > 0)
-            values = {"epoch": epoch, **metrics, "count": eval_loader.length}
-            self._log(self.logger.write, state.step, eval_loader.part, values)
+            about = {"epoch": epoch, "count": eval_loader.length}
+            self._log(self.logger.write, state.step, eval_loader.part, about, metrics)
             best = "  (best.pt)" if state.best_step == state.step and not self.config.evaluate else ""
             log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
 
@@ -261,10 +261,10 @@ class Run:
     def _log_epoch(self, train_metrics: Mapping[str, float], metrics: Mapping[str, float], count: int) -> None:
         state, epoch = self.state, self.state.epoch + 1
         if train_metrics:
-            values = {"epoch": epoch, "first_step": state.epoch_start + 1, **train_metrics}
-            self._log(self.logger.write, state.step, "train_epoch", values)
+            about = {"epoch": epoch, "first_step": state.epoch_start + 1}
+            self._log(self.logger.write, state.step, "train_epoch", about, train_metrics)
         if metrics:
-            self._log(self.logger.write, state.step, "val", {"epoch": epoch, **metrics, "count": count})
+            self._log(self.logger.write, state.step, "val", {"epoch": epoch, "count": count}, metrics)
         speed = self.logged_samples / self.logged_s if self.logged_s else None
         train = f"train  {format_metrics(train_metrics)}" if train_metrics else self.last_train
         shown = describe_epoch(train, metrics, state.best_step == state.step, speed)
