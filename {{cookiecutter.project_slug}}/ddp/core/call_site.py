@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -70,12 +71,12 @@ def call_site(stack: Iterable[Frame]) -> str:
 def format_stack(stack: Iterable[Frame]) -> str:
     """Lines for a stack, innermost call first; `>` marks those of the owner's files, which show their code.
 
-    It ends where ddp calls main.
+    It ends with the outermost of those, if there is one, and before ddp calls main.
     """
+    frames = list(takewhile(lambda frame: not frame.file.startswith(ENTRYPOINT), stack))
+    own = [number for number, frame in enumerate(frames, start=1) if is_owner_file(frame.file)]
     lines = []
-    for frame in stack:
-        if frame.file.startswith(ENTRYPOINT):
-            break
+    for frame in frames[: own[-1] if own else None]:
         owned = is_owner_file(frame.file)
         lines.append(f"{'>' if owned else ' '} {frame.file}:{frame.line} in {frame.function}")
         code = linecache.getline(frame.file, frame.line).strip() if owned else ""

@@ -18,8 +18,11 @@ from ddp.core.call_site import Frame, by_site, call_site, names
 RECORDED = 64  # collectives that are kept
 DIFFERENT_SHAPES = ("scatter", "gather")  # the ranks may pass tensors of different shapes to these
 MISMATCH_ADVICE = (
-    "all ranks must make the same collective calls, in the same order and with tensors of the same shape; check code "
-    "that depends on the rank, and calls that only one rank makes"
+    "all ranks must make the same collective calls, in the same order; check code that depends on the rank: "
+    "a condition, a continue, an exception that only one rank catches"
+)
+SAME_LINE_ADVICE = (
+    "all ranks must pass tensors of the same shape, in the same order; check what depends on the rank, or on its data"
 )
 
 
@@ -91,15 +94,21 @@ def explain_mismatch(logs: dict[int, list[Collective]]) -> str:
     different = first_difference(logs)
     if not different:
         return ""
-    earlier = first_difference(logs, compare_sites=True)
-    before = f"{_same_call(earlier)}; then " if earlier != different else ""
+    before = f"{parted}; then " if (parted := where_ranks_parted(logs)) else ""
     same_operation = len({each.operation for each in different.values()}) == 1
     calls = {}
     for rank, each in different.items():
         tensors = f" of {each.tensors}" if same_operation and each.tensors else ""
         calls[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
     called = ", but ".join(f"{names(ranks)} called {call}" for call, ranks in by_site(calls).items())
-    return f"{before}{called}: {MISMATCH_ADVICE}"
+    same_line = same_operation and len({each.site for each in different.values()} | {""}) == 2
+    return f"{before}{called}: {SAME_LINE_ADVICE if same_line and not before else MISMATCH_ADVICE}"
+
+
+def where_ranks_parted(logs: dict[int, list[Collective]]) -> str:
+    """Where ranks made a call that only looked alike, before the first that differs; or empty."""
+    earlier = first_difference(logs, compare_sites=True)
+    return _same_call(earlier) if earlier != first_difference(logs) else ""
 
 
 def explain_other_number(logs: dict[int, list[Collective]]) -> str:

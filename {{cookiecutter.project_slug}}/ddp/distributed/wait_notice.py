@@ -10,7 +10,13 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from ddp.core.call_site import by_site, names
-from ddp.distributed.collective_log import collective_count, first_difference, recorded_collectives, waiting
+from ddp.distributed.collective_log import (
+    collective_count,
+    first_difference,
+    recorded_collectives,
+    waiting,
+    where_ranks_parted,
+)
 from ddp.distributed.liveness import Liveness, Report
 
 log = logging.getLogger(__name__)
@@ -65,6 +71,8 @@ def describe_wait(reports: dict[int, Report], after_s: float) -> str:
     for site, ranks in by_site({rank: each.site for rank, each in reports.items() if rank not in waits}).items():
         parts.append(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} at {site or '?'}")
     if different:
-        operations = sorted({each.operation for each in different.values()})
+        operations = dict.fromkeys(each.operation for _, each in sorted(different.items()))
         parts.append(f"these are different collectives ({', '.join(operations)})")
+        if parted := where_ranks_parted({rank: report.collectives for rank, report in reports.items()}):
+            parts.append(f"before, {parted}")
     return "; ".join(parts)
