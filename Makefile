@@ -13,6 +13,8 @@ TEMPLATE := {{cookiecutter.project_slug}}
 export PATH := $(abspath $(BIN)):$(PATH)
 # Keep caches out of the template folder: cookiecutter copies every file there into the projects that it renders.
 export PYTHONPYCACHEPREFIX := $(abspath build)/pycache
+# Without a cache, each of the hundreds of processes that the tests start compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'

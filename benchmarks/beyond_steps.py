@@ -50,7 +50,7 @@ from ddp.checkpoint.manager import BackgroundWriter  # noqa: E402
 from ddp.data.loader import EvalLoader, TrainLoader  # noqa: E402
 from ddp.distributed.process_group import DistContext  # noqa: E402
 from ddp.distributed.rank_env import RankEnv  # noqa: E402
-from ddp.entrypoint.launch import run_as_rank  # noqa: E402
+from ddp.entrypoint.run_main import run_as_rank  # noqa: E402
 from ddp.training.run import Run  # noqa: E402
 from main import evaluate  # noqa: E402
 from main import main as train_as_rank  # noqa: E402

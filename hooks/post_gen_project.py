@@ -14,8 +14,6 @@ LAUNCHERS = "{{ cookiecutter.launchers|slugify }}"
 # File -> the values of LAUNCHERS that keep it.
 KEPT_FOR = {
     "launch/ssh.sh": ("all",),
-    "ddp/launcher/ssh.py": ("all",),
-    "ddp/launcher/host_file.py": ("all",),
     "launch/slurm.sbatch": ("all", "slurm"),
     "launch/kubernetes.yaml": ("all", "kubernetes"),
 }

@@ -16,18 +16,17 @@ folders, *all_options = (part.split("\n") for part in "\n".join(sys.argv[1:]).sp
 sys.path[:0] = folders
 
 import data
-import ddp.data.images
+import images
 import model as task
 from config import Config
 from ddp.data.dataset import hooks_of
 from ddp.data.loader import EVALUATION
-from ddp.distributed.streams import CpuStreams
-from ddp.distributed.tree import map_tensors
+from ddp.distributed.tensors import CpuStreams, map_tensors
 from ddp.training.meter import Meter
 from ddp.training.wrapping import autocast
 
 GPU = torch.device("cuda")
-ddp.data.images.draw_crops = ddp.data.images.draw_crops.__wrapped__  # its cache would keep fake tensors
+images.draw_crops = images.draw_crops.__wrapped__  # its cache would keep fake tensors
 
 
 class Context:

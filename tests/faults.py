@@ -52,6 +52,7 @@ FAULTS = {
     40: "evaluated state that is not loaded, random numbers that do not follow the sample, a stream read by index",
     41: "labels outside of the classes, inputs that are no tensors, a loss that is no scalar",
     42: "a stranger at the rendezvous port; a greeting and a reset; a file that one rank alone has",
+    43: "power fails at any moment of a save or a resume",
 }
 # The parts of these rows that the tests cannot show without the hardware.
 NOT_SHOWN = {

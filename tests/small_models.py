@@ -34,10 +34,10 @@ class Awkward(nn.Module):
 
 
 def build_awkward(config: Any, train_set: Any) -> nn.Module:
-    """Replaces main.build_model."""
+    """Replaces main.task.build_model."""
     return Awkward(len(train_set.classes))
 
 
 def build_slow_awkward(config: Any, train_set: Any) -> nn.Module:
-    """Replaces main.build_model; each forward pass takes 20 ms longer."""
+    """Replaces main.task.build_model; each forward pass takes 20 ms longer."""
     return Awkward(len(train_set.classes), pause=0.02)

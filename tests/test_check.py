@@ -20,7 +20,7 @@ from config import Config
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint import preflight
-from ddp.entrypoint.launch import run_as_rank
+from ddp.entrypoint.run_main import run_as_rank
 from ddp.launcher import node_info
 from ddp.launcher.node_info import NodeInfo, count_visible, gpu_names, print_table, visible_gpus
 from faults import fault

@@ -69,7 +69,7 @@ def test_launch_node_sh_reads_the_file_too(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "json.json": ("{lr: 1}", "is not JSON (a TOML file ends with .toml): "),
+    "json.json": ("{lr: 1}", "cannot be read as JSON (a TOML file ends with .toml): "),
     "list.json": ('["lr", 1]', "needs names and values of options"),
     "nested.json": ('{"data": {"lr": 1}}', "data must be one value, such as lr = 0.1"),
     "values.json": ('{"lr": [0.1, 0.2]}', "lr must be one value"),
@@ -92,10 +92,10 @@ def test_a_bad_file_is_refused_with_one_line(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--config .*nowhere.toml: cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"--config .*nowhere.toml: cannot be read as TOML: No such file"):
         parse(tmp_path / "nowhere.toml")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"bytes.json: cannot be read: 'utf-8' codec"):
+    with pytest.raises(UsageError, match=r"bytes.json: cannot be read as JSON .*: 'utf-8' codec"):
         parse(tmp_path / "bytes.json")
 
 
@@ -104,7 +104,7 @@ def test_a_bad_toml_file_is_refused_and_so_is_toml_without_tomllib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.toml").write_text("lr 0.1")
-    with pytest.raises(UsageError, match=r"a.toml: is not TOML: "):
+    with pytest.raises(UsageError, match=r"a.toml: cannot be read as TOML: "):
         parse(tmp_path / "a.toml")
     original = builtins.__import__
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from template_copy import TEMPLATE
 
-from ddp.core.source_hash import hash_source_files
+from ddp.core.files import hash_source_files
 from machines import Machine, Program
 from test_nodes import FOR_EVER, assert_nothing_left, project, two  # noqa: F401  # fixtures
 
@@ -264,7 +264,7 @@ def ignored(path: str) -> bool:
 
 def test_the_image_holds_all_that_a_run_needs_and_starts_with_that_alone(tmp_path: Path) -> None:
     code = [name.removeprefix("the file ") for name in hash_source_files(TEMPLATE)]
-    assert "ddp/launcher/agent.py" in code and not [name for name in [*code, "pyproject.toml"] if ignored(name)]
+    assert "ddp/launcher/launch_node.py" in code and not [name for name in [*code, "pyproject.toml"] if ignored(name)]
     for name in code:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TEMPLATE / name, tmp_path / name)

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset, Datasets, SeededReader, check_datasets
+from ddp.data.dataset import BatchDataset, Datasets, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.reader import SeededReader
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 from processes import on_ranks
@@ -171,8 +172,7 @@ def test_the_messages_about_streams_lead_to_this_page() -> None:
     with pytest.raises(UsageError, match=r"a stream, .* as docs/data\.md does for tar files"):
         check_datasets(Datasets(Endless()), Config())
     generator = numpy.random.default_rng(0)
-    reader = SeededReader([*range(3)], list, seed=0, epoch=0)
-    reader._read_alone = lambda index: generator.random()  # type: ignore[method-assign]
+    reader = SeededReader(Drawn("mix", lambda _: generator.random()), list, seed=0, epoch=0)
     with pytest.raises(UsageError, match=r"(returned two different samples) .* as docs/data\.md does") as refused:
         reader.__getitems__([0])
     assert "`returned two different samples`" in PAGE and "`IterableDataset`" in PAGE and refused.value.exit_code == 2

@@ -198,6 +198,7 @@ ELSEWHERE = {
     "./launch_node.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1": "test_machines",
     "./launch_node.sh --check": "test_check",
     "./launch_node.sh --check --nnodes 2 --node-rank 0 --master-addr 10.77.0.1": "test_check",
+    "bash launch/ssh.sh --help": "test_ssh",
     "launch/ssh.sh hosts": "test_ssh",
     "launch/ssh.sh hosts -- --epochs 90": "test_ssh",
     "sbatch --nodes=2 --gpus-per-node=8 --cpus-per-task=64 launch/slurm.sbatch -- --epochs 90": "test_slurm",
@@ -245,9 +246,9 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a third convolution, and the option and the EMA of the README; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
     (option,) = re.findall(r"^    (smoothing: .*)", README, re.MULTILINE)
-    step = "                scaler.update()\n"
+    step = "    training.optimizer.zero_grad()\n"
     make = "average = torch.optim.swa_utils.AveragedModel(model)"
-    (argument,) = re.findall(r"^    run\.resume\(train_loader, \.\.\., (.*)\)$", README, re.MULTILINE)
+    (field,) = re.findall(r"^    (average: .*)$", README, re.MULTILINE)
     (loop,) = re.findall(r"^    (while not run.finished\(\) and .*)", README, re.MULTILINE)
     (finished,) = re.findall(
         r"^        while not run.finished\(\):.*\n", (project / "main.py").read_text(), re.MULTILINE
@@ -257,8 +258,9 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "main.py": {
             finished: f"        {loop}\n",
             "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
-            "ema=ema)": f"ema=ema, {argument})",
-            step: f"{step}                average.update_parameters(model)\n",
+            "    ema: ModelEma | None\n": f"    ema: ModelEma | None\n    {field}\n",
+            "task.compute_metrics), ema)": "task.compute_metrics), ema, average)",
+            step: f"{step}    training.average.update_parameters(training.model)\n",
         },
         "model.py": {
             "        self.pool = ": "        self.conv3 = nn.Conv2d(16, 16, 3, padding=1)\n        self.pool = ",

@@ -15,28 +15,33 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from outputs import free_port, weights_and_momentum
 
+import ddp.training.run
+import images
 import main
 from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.core.errors import SetupError
-from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
-from ddp.data import images
-from ddp.distributed import failure_monitor, process_group
+from ddp.checkpoint.manager import CheckpointManager
+from ddp.core.errors import SetupError, UsageError
+from ddp.core.signals import LAUNCHER_GONE, stop_signal
+from ddp.distributed import failure_monitor, process_group, rank_reports
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv, find_rank_env
+from ddp.distributed.rank_reports import Collective, RankReports, Report, backend_of
 from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync
-from ddp.distributed.streams import CpuStreams, Mark
-from ddp.entrypoint.launch import run_as_rank
+from ddp.distributed.tensors import CpuStreams, Mark
+from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.run import Run
 from faults import FAULTS, NOT_SHOWN, fault
 from processes import Ranks, on_ranks, start, train
@@ -69,7 +74,7 @@ def start_faulty(
     arguments = [str(option) for option in ("--dataset", "synthetic", "--batch-size", 16, *options)]
 
     def target(rank_env: RankEnv) -> int:
-        compute, count = main.compute_loss, 0
+        compute, count = main.task.compute_loss, 0
 
         def compute_loss(*tensors: Any) -> torch.Tensor:
             nonlocal count
@@ -78,7 +83,7 @@ def start_faulty(
             loss = compute(*tensors)
             return loss if changed is None else loss * changed
 
-        main.compute_loss = compute_loss
+        main.task.compute_loss = compute_loss
         rank_env = replace(rank_env, init_method=init_method or rank_env.init_method)
         return run_as_rank(main.main, Config.parse(arguments), rank_env)
 
@@ -108,9 +113,9 @@ def test_a_signal_to_one_rank_stops_all_after_a_step_and_the_run_resumes_bit_for
     small: None, number: int, to: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 4, "--log-every", 1, "--output-dir"]
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     train(2, *options, tmp_path / "whole")
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     ranks = start(2, *options, tmp_path / "stopped")
     wait_for_text(ranks, "step   7/160")
     os.kill(ranks.pids[to], number)
@@ -121,9 +126,48 @@ def test_a_signal_to_one_rank_stops_all_after_a_step_and_the_run_resumes_bit_for
     assert 7 <= stopped["step"] == stopped["saved"] < 80, "not in the middle of the first epoch"
     assert f"step_{stopped['step']:08d}.pt" in checkpoints(tmp_path / "stopped")
 
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     assert f"at step {stopped['step']}" in train(2, *options, tmp_path / "stopped")
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
+
+
+@fault(9)
+def test_a_signal_to_a_forked_process_is_no_request_to_its_rank(small: None, tmp_path: Path) -> None:
+    """A Pool of the owner's ends its processes with SIGTERM."""
+
+    def inject(rank: int, number: int) -> None:
+        if number == 3:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(pid, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.2)
+
+    ranks = start_faulty(2, inject, "--max-steps", 12, "--output-dir", tmp_path)
+    assert ranks.wait(60) == [0, 0], ranks.output()
+
+
+@fault(13)
+def test_a_refusal_on_one_rank_alone_reaches_those_that_wait_for_it(tmp_path: Path) -> None:
+    """Such as --precision bf16 on the one machine that has an older GPU."""
+
+    def target(rank_env: RankEnv) -> int:
+        def check(config: Config, model: torch.nn.Module) -> None:
+            if rank_env.rank == 1:
+                raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
+
+        ddp.training.run.check_model = check
+        options = ["--dataset=synthetic", "--timeout=60", f"--output-dir={tmp_path}"]
+        return run_as_rank(main.main, Config.parse(options), rank_env)
+
+    begin = time.monotonic()
+    ranks = Ranks(2, target)
+    assert ranks.wait(50) == [2, 2], ranks.output()
+    assert time.monotonic() - begin < 45
+    refusal = "rank 1 failed: --precision bf16: this GPU has no bfloat16; use --precision fp16"
+    assert ranks.output(0).splitlines()[-1] == f"rank 0 is exiting because {refusal}"
 
 
 @fault(9)
@@ -161,15 +205,16 @@ def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
         advance(run)
         time.sleep(0.05)
         if run.ctx.rank == asking and run.state.step == 5:
-            run.request_stop()
+            run.request_stop("the quota of the disk")
 
     monkeypatch.setattr(Run, "advance", advance_and_ask)
     options = ("--dataset", "synthetic", "--batch-size", 4, "--output-dir", tmp_path)
     output = train(2, *options, code=75)
     assert "Traceback" not in output and "error" not in output
-    assert output.count("stopped on request and saved, at step ") == 1
+    assert output.count("stopped on request (the quota of the disk) and saved, at step ") == 1
     stopped = status(tmp_path)
     assert stopped["state"] == "stopped" and stopped["exit_code"] == 75
+    assert "(the quota of the disk)" in stopped["message"], "also where another rank asked"
     assert 5 <= stopped["step"] == stopped["saved"] < 40, "long after the request, or not in the first epoch"
     assert checkpoints(tmp_path) == [f"step_{stopped['step']:08d}.pt"]
     monkeypatch.setattr(Run, "advance", advance)
@@ -303,8 +348,8 @@ def test_sighup_stops_a_run_but_not_under_nohup(small: None, nohup: bool, tmp_pa
 
     def target(rank_env: RankEnv) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-        compute = main.compute_loss
-        main.compute_loss = lambda *tensors: (time.sleep(0.1), compute(*tensors))[1]
+        compute = main.task.compute_loss
+        main.task.compute_loss = lambda *tensors: (time.sleep(0.1), compute(*tensors))[1]
         return run_as_rank(main.main, Config.parse(arguments), rank_env)
 
     ranks = Ranks(1, target)
@@ -417,6 +462,43 @@ def test_a_killed_rank_is_named_and_nothing_is_saved_after(
         assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
+@fault(1)
+def test_the_rank_that_asks_which_ranks_are_lost_may_be_lost_as_well(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = RankReports.ask
+
+    def ask_and_die(self: RankReports) -> bool:
+        asked = ask(self)
+        if asked and self.question.startswith("1:"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return asked
+
+    monkeypatch.setattr(RankReports, "ask", ask_and_die)
+    ranks = start_faulty(
+        4,
+        lambda rank, number: os.kill(os.getpid(), signal.SIGKILL) if (rank, number) == (3, 3) else None,
+        *("--warn-after", 60, "--output-dir", tmp_path),
+    )
+    codes = ranks.wait(60)
+    assert codes.count(8) == 2 and codes.count(-9) == 2 and codes[3] == -9, ranks.output()
+    assert f"ranks {codes.index(-9)} and 3 were lost (" in ranks.output(codes.index(8)), ranks.output()
+
+
+def test_one_rank_asks_for_all_even_if_several_do_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    first, second, third = (RankReports(store, rank, 3) for rank in range(3))
+    assert first.ask() and not second.ask(), "the second one has not seen the question when it asks"
+    assert set(first.received()) == {0, 1} and not first.complete(), "and responds to the first"
+    third.respond()
+    second.error = Report("main.py:7", 3.5, [Collective("gloo 0 2", "all_reduce", "float [5]", "main.py:9", 0.0)])
+    second.respond()  # once more: a collective broke
+    assert first.complete() and first.received()[1] == second.error
+    assert third.question == second.question and not third.ask(), "the question is too recent"
+    monkeypatch.setattr(rank_reports, "QUESTION_INTERVAL_S", 0.0)
+    assert third.ask() and set(third.received()) == {2}, "the first rank may be lost"
+
+
 @fault(13)
 def test_a_rank_that_raises_prints_its_traceback_and_the_others_name_it(small: None, tmp_path: Path) -> None:
     def fail(rank: int, number: int) -> None:
@@ -505,10 +587,14 @@ def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, wher
             "MiB is free. Process 77 has 79.09 GiB memory in use. Of the allocated memory 70.01 GiB is allocated by "
             "PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
             "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
-            "CUDA out of memory: 20.00 MiB more did not fit on GPU 1, which has 79.11 GiB, 12.12 MiB of it free: ",
+            "out of GPU memory (CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of "
+            "79.11 GiB of which 12.12 MiB is free): ",
         ),
-        (f"CUDA error: out of memory\n{CUDA_ADVICE}", "CUDA out of memory: "),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA out of memory: "),
+        (f"CUDA error: out of memory\n{CUDA_ADVICE}", "out of GPU memory (CUDA error: out of memory): "),
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "out of GPU memory (CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`): ",
+        ),
     ],
 )
 def test_a_gpu_that_is_out_of_memory_is_one_line(small: None, text: str, line: str, tmp_path: Path) -> None:
@@ -629,8 +715,9 @@ def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: in
     assert ranks.wait(40) == [8, 8]
     assert time.monotonic() - begin < 25
     assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
-    line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {victim} at test_faults\.py:\d+.*, "
-    line += rf"while rank {1 - victim} waited at main\.py:\d+ \(backward\); see the stack of rank {victim}"
+    line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {1 - victim} has waited \d s at main\.py:\d+ "
+    line += rf"\(backward\), called from main\.py:\d+; rank {victim} is at test_faults\.py:\d+.*; "
+    line += rf"see the stacks of rank {victim}"
     assert re.search(line, ranks.output(1 - victim))
     assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
@@ -718,8 +805,8 @@ def test_a_gpu_that_waits_for_another_rank_longer_than_the_timeout_ends_the_run(
     monkeypatch.setattr(failure_monitor.FailureMonitor, "__init__", keep)
     ranks = start_faulty(2, inject, "--output-dir", tmp_path, "--timeout", 3)
     assert ranks.wait(40) == [8, 8], ranks.output()
-    assert "the GPU of rank 0 waited 3 s (--timeout) for another rank: rank 0 at test_faults.py:" in ranks.output(0)
-    assert "; rank 1 at test_faults.py:" in ranks.output(0)
+    assert "the GPU of rank 0 waited 3 s (--timeout) for another rank: rank 0 is at test_faults.py:" in ranks.output(0)
+    assert "; rank 1 is at test_faults.py:" in ranks.output(0)
     assert "in inject" in ranks.output(1), "the stack of the rank that hangs is missing"
 
 
@@ -762,12 +849,11 @@ def test_a_group_is_not_freed_before_the_process_exits() -> None:
     assert ranks.wait(20) == [0], ranks.output()
 
 
-def test_the_timeout_of_one_backend_changes_alone() -> None:
+def test_the_timeout_of_one_backend_changes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control traffic must time out before NCCL does. Here gloo takes the place of NCCL."""
 
     def waits(ctx: DistContext) -> float:
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        process_group._set_timeout(backend, 1.5)
+        process_group._set_nccl_timeout(backend_of(torch.device("cpu")), timedelta(seconds=1.5))
         ctx.gather(None)
         begin = time.monotonic()
         if ctx.rank == 0:
@@ -780,6 +866,24 @@ def test_the_timeout_of_one_backend_changes_alone() -> None:
 
     ranks = Ranks(2, lambda env: run_waits(waits, env))
     assert ranks.wait(30) == [0, 0], ranks.output()
+
+    class Renamed:
+        """A group of a torch that calls its private method otherwise."""
+
+    monkeypatch.setattr(rank_reports, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Renamed())))
+    process_group._set_nccl_timeout(backend_of(torch.device("cpu")), timedelta(seconds=1.5))  # the run continues
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+@pytest.mark.parametrize("name", ["ProcessGroupNCCL", "ProcessGroupNCCL2"])
+def test_every_nccl_backend_takes_a_timeout(name: str) -> None:
+    """Also that of torch 2.15, without _set_default_timeout: each run over NCCL ended with an AttributeError."""
+    kind = getattr(dist.distributed_c10d, name, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {name}")
+    backend = mock.create_autospec(kind, instance=True)
+    process_group._set_nccl_timeout(backend, timedelta(seconds=1.5))
+    assert [call.args for call in backend.method_calls] == [(timedelta(seconds=1.5),)]
 
 
 def run_waits(waits: Callable[[DistContext], Any], env: RankEnv) -> int:
@@ -865,7 +969,7 @@ def test_the_metrics_of_a_batchnorm_model_are_those_of_the_saved_model(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """101 test samples on 2 ranks. Each has seen other training batches, so their running statistics differ."""
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     options = ["--dataset", "synthetic", "--batch-size", 7, "--output-dir", tmp_path]
     trained = train(2, *options, "--max-steps", 20)
     evaluated = train(1, *options, "--evaluate")
@@ -877,10 +981,14 @@ def test_a_reserved_name_passed_to_resume_is_refused_with_one_line(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint has one level of names: a part named `step` would replace the number of steps."""
-    resume = Run.resume
-    monkeypatch.setattr(Run, "resume", lambda *args, **state: resume(*args, **state, step=state["model"]))
+    resume = CheckpointManager.resume
+
+    def with_step(self: CheckpointManager, train_loader: Any, state: dict[str, Any]) -> str | None:
+        return resume(self, train_loader, {**state, "step": state["model"]})
+
+    monkeypatch.setattr(CheckpointManager, "resume", with_step)
     output = train(2, "--dataset", "synthetic", "--output-dir", tmp_path, code=2)
-    assert output == "error: run.resume(step=...): checkpoints use that name; choose another one\n"
+    assert output == "error: Training.step in main.py: checkpoints use that name; rename the field\n"
     assert not any((tmp_path / "checkpoints").iterdir()) and not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch.utils.data import Dataset, Subset
 
 import main
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.first_batch import check_batch, check_outputs
+from ddp.data.dataset import BatchDataset, Datasets, check_batch, check_loss, check_outputs
+from ddp.data.loader import watch_first_outputs
 from faults import fault
 from processes import train
 
@@ -70,13 +71,17 @@ DATA: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     ),
     "three parts": (
         lambda index: (image(), index % 10, index),
-        ["a batch is not (inputs, targets) (main.py, line ", "data.py", "`prepare`"],
+        ["a batch is a list with 3 parts, not (inputs, targets)", "data.py", "`prepare`"],
     ),
     "a dictionary": (
         lambda index: {"image": image(), "label": index % 10},
         ["a batch is a dictionary with 'image' and 'label'", "data.py", "`prepare`"],
     ),
-    "no target": (lambda index: image(), ["a batch is not (inputs, targets) (main.py, line "]),
+    "no target": (lambda index: image(), ["a batch is a tensor of shape [4, 3, 32, 32], not (inputs, targets)"]),
+    "a dictionary with three parts": (
+        lambda index: {"image": image(), "label": index % 10, "file": "a.png"},
+        ["a batch is a dictionary with 'image' and 'label' and 'file'"],
+    ),
     "what cannot be joined": (lambda index: (image(), object()), ["cannot be joined to a batch (", "`collate`"]),
 }
 
@@ -87,7 +92,7 @@ def test_data_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     make, words = DATA[case]
     line = outcome(monkeypatch, tmp_path, Samples(make), "--workers", 1 if case == "images of PIL" else 0)
     assert all(word in line for word in words), line
-    assert "dataset Samples" in line or "main.py" in line
+    assert "dataset Samples" in line
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -115,7 +120,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_that_cannot_be_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     loss, words = LOSSES[case]
-    monkeypatch.setattr(main, "compute_loss", loss)
+    monkeypatch.setattr(main.task, "compute_loss", loss)
     line = outcome(monkeypatch, tmp_path, Samples(lambda index: (image(), index % 10)))
     assert all(word in line for word in words), line
 
@@ -126,7 +131,7 @@ def test_a_model_with_other_outputs_than_classes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outputs: int, world_size: int
 ) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, outputs))
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: model)
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: model)
     labels = 7 if outputs == 7 else 10  # a label without an output has its own error
     dataset = Samples(lambda index: (image(), index % labels))
     line = outcome(monkeypatch, tmp_path, dataset, "--workers", 0, world_size=world_size)
@@ -134,10 +139,35 @@ def test_a_model_with_other_outputs_than_classes(
 
 
 @fault(41)
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_each_set_is_checked_for_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str) -> None:
+    """A tensor of two images is no pair, although `inputs, targets = batch` would take it apart."""
+    good = Samples(lambda index: (image(), index % 10))
+    datasets = Datasets(good, good, good)._replace(**{part: Samples(lambda index: image())})
+    monkeypatch.setattr(main, "load_datasets", lambda config: datasets)
+    output = train(1, "--batch-size", 2, "--workers", 0, "--max-steps", 1, "--output-dir", tmp_path, code=2)
+    assert "error: dataset Samples: a batch is a tensor of shape [2, 3, 32, 32], not (inputs, targets): " in output
+
+
+@fault(41)
+def test_outputs_are_compared_before_the_loss_and_only_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The loss would raise an IndexError, or a device-side assert on a GPU."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 7))
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: model)
+    line = outcome(monkeypatch, tmp_path, Samples(lambda index: (image(), 9)))
+    assert "the model has 7 outputs for 10 classes" in line
+    first_batch: Any = SimpleNamespace(classes=10)
+    watch_first_outputs(first_batch, model)
+    with pytest.raises(UsageError, match="the model has 7 outputs for 10 classes"):
+        model(image()[None])
+    assert model(image()[None]).shape == (1, 7) and not model._forward_hooks
+
+
+@fault(41)
 def test_a_label_without_an_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The line that computes the loss is named. Here the dataset has no classes, which could be compared."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 7))
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: model)
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: model)
     monkeypatch.setattr(Samples, "classes", ())
     line = outcome(monkeypatch, tmp_path, Samples(lambda index: (image(), 9)))
     assert (
@@ -163,17 +193,16 @@ def test_what_is_right_is_not_refused() -> None:
         ["a", "b", "c", "d"],
         {"boxes": torch.zeros(4), "labels": torch.tensor([12])},
     ):
-        check_batch(inputs, targets, dataset, "data")
+        check_batch((inputs, targets), dataset)
     with pytest.raises(UsageError, match="a label is 10, but there are 10 classes"):
-        check_batch(inputs, torch.tensor([0, 1, 2, 10]), Subset(Subset(dataset, [0]), [0]), "data")
-    without = BatchDataset()
-    check_batch({"ids": inputs}, torch.tensor([0, 1, 2, 10_000]), without, "data")
-
-    loss, labels = torch.ones(1, requires_grad=True), torch.tensor([0, 1])
+        check_batch([inputs, torch.tensor([0, 1, 2, 10])], Subset(Subset(dataset, [0]), [0]))
+    classes = check_batch([inputs, torch.tensor([0, 1])], dataset)
     for outputs in (torch.zeros(2, 10), torch.zeros(2, 1), torch.zeros(2, 3, 8), {"logits": torch.zeros(2, 3)}):
-        check_outputs(outputs, labels, loss, dataset)
-    check_outputs(torch.zeros(2, 3), torch.zeros(2), loss, dataset)
-    check_outputs(torch.zeros(2, 3), labels, loss.sum(), without)
+        check_outputs(outputs, classes)
+    for targets, other in ((torch.zeros(2), dataset), (torch.tensor([0, 1, 2, 10_000]), BatchDataset())):
+        check_outputs(torch.zeros(2, 3), check_batch(({"ids": inputs}, targets), other))
+    for loss in (torch.ones(1, requires_grad=True), torch.ones((), requires_grad=True)):
+        check_loss(loss)
 
 
 def test_an_error_in_the_owners_collate_is_not_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,12 +39,9 @@ RENDERED = {"README.md", "pyproject.toml", "LICENSE"}
 LICENSES = ["MIT", "Apache-2.0", "BSD-3-Clause", "Proprietary"]
 LAUNCHERS = {  # answer -> the files that it removes
     "all": set(),
-    "slurm": {"launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py", "launch/kubernetes.yaml"},
-    "kubernetes": {"launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py", "launch/slurm.sbatch"},
-    "launch_node.sh only": {
-        *("launch/ssh.sh", "ddp/launcher/ssh.py", "ddp/launcher/host_file.py"),
-        *("launch/slurm.sbatch", "launch/kubernetes.yaml"),
-    },
+    "slurm": {"launch/ssh.sh", "launch/kubernetes.yaml"},
+    "kubernetes": {"launch/ssh.sh", "launch/slurm.sbatch"},
+    "launch_node.sh only": {"launch/ssh.sh", "launch/slurm.sbatch", "launch/kubernetes.yaml"},
 }
 MODULES = ("main", "model", "data", "config", "ddp", "benchmark", "benchmark_report")
 APACHE_SHA256 = (
@@ -356,7 +353,7 @@ def test_only_the_chosen_launchers_are_in_the_project(project: Path, chosen: tup
     assert set(before) - set(after) == LAUNCHERS[choice] and set(after) <= set(before)
     assert [name for name in after if after[name] != before[name]] == (["README.md"] if LAUNCHERS[choice] else [])
     assert (other / "launch").exists() == (choice != "launch_node.sh only")
-    assert {"Dockerfile", "launch_node.sh", "ddp/launcher/agent.py"} <= set(after)
+    assert {"Dockerfile", "launch_node.sh", "ddp/launcher/launch_node.py"} <= set(after)
 
 
 def test_nothing_in_the_project_needs_a_launcher_that_was_not_chosen(chosen: tuple[str, Path]) -> None:

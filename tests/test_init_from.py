@@ -14,9 +14,12 @@ from torch import Tensor
 from torchvision.models import get_model, get_model_weights
 
 import data
+from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint.reuse import init_weights
+from ddp.distributed.process_group import DistContext
 from model import ToyModel
-from processes import train
+from processes import on_ranks, train
 
 pytestmark = pytest.mark.slow
 # A rate of 1e-30 changes no weight: what is saved is what the run began with.
@@ -166,7 +169,7 @@ def test_a_run_that_resumes_keeps_its_own_weights(weights: dict[str, Tensor], tm
     train(2, *options, "--epochs", 2, "--output-dir", tmp_path / "whole")
     train(2, *options, "--epochs", 2, "--max-steps", 3, "--output-dir", tmp_path / "parts")
     (tmp_path / "weights.pth").unlink()
-    output = train(2, *options, "--epochs", 2, "--output-dir", tmp_path / "parts")
+    output = train(2, *options, "--epochs", 2, "--resume", "must", "--output-dir", tmp_path / "parts")
     assert "resuming from" in output and "weights from" not in output
     assert equal(began_with(tmp_path / "whole"), began_with(tmp_path / "parts"))
 
@@ -176,3 +179,16 @@ def test_a_refused_resume_names_this_option(tmp_path: Path) -> None:
     output = train(1, *STILL, "--momentum", 0.5, "--output-dir", tmp_path, code=4)
     remedy = f"--init-from {newest(tmp_path)} gives it these weights\n"
     assert "--momentum was 0.9, is 0.5" in output and output.endswith(remedy)
+
+
+def test_the_option_of_rank_0_counts(tmp_path: Path) -> None:
+    """The path may be another one on each machine, or missing where it is not read."""
+    torch.save({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}, tmp_path / "weights.pt")
+
+    def initial(ctx: DistContext) -> list[float]:
+        given = ["--init-from", str(tmp_path / "weights.pt")] if ctx.rank == 0 else []
+        model = torch.nn.Linear(2, 2)
+        init_weights(model, Config.parse(["--output-dir", str(tmp_path / "run"), *given]), ctx)
+        return model.weight.flatten().tolist()
+
+    assert on_ranks(2, initial) == [[3.0] * 4] * 2

@@ -29,15 +29,14 @@ from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
-from ddp.core.signals import SignalHandler
-from ddp.core.source_hash import hash_source_files
-from ddp.core.stop_signal import LAUNCHER_GONE, stop_signal
+from ddp.core.files import hash_source_files
+from ddp.core.signals import LAUNCHER_GONE, SignalHandler, StopSignal, is_alive, stop_error, stop_signal
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
-from ddp.distributed.rendezvous import RankInfo, create_store, exchange_rank_info, identify_gpus
-from ddp.entrypoint import spawn
-from ddp.entrypoint.launch import run_as_rank
+from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, identify_gpus
+from ddp.entrypoint.run_main import SpawnedRanks, run_as_rank
+from ddp.launcher.worker_group import RunResult, WorkerGroup
 from faults import fault
 from processes import Ranks, on_ranks, train
 
@@ -512,27 +511,23 @@ def test_launch_node_is_clean_shell_with_help() -> None:
     assert helped.returncode == 0 and "--master-addr" in helped.stdout
 
 
-SCRIPTS = {"launch_node.sh": ["--nnodes", "two"], "launch/ssh.sh": ["--remote-dir"]}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_launcher_finds_its_project_through_links(script: str, tmp_path: Path) -> None:
+def test_launch_node_finds_its_project_through_links(tmp_path: Path) -> None:
     (tmp_path / "a b" / "c").mkdir(parents=True)
-    (tmp_path / "a b" / "first").symlink_to(TEMPLATE / script)
+    (tmp_path / "a b" / "first").symlink_to(TEMPLATE / "launch_node.sh")
     (tmp_path / "a b" / "c" / "second").symlink_to("../first")
     (tmp_path / "third").symlink_to("a b/c/second")
     (tmp_path / "folder").symlink_to("a b/c")
     for link in ("a b/first", "a b/c/second", "third", "folder/second", "folder/../first"):
         for path in (tmp_path / link, link):
-            command = ["bash", path, *SCRIPTS[script]]
+            command = ["bash", path, "--nnodes", "two"]
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2 and done.stderr.startswith(f"error: {SCRIPTS[script][0]}: "), done.stderr
+            assert done.returncode == 2 and done.stderr.startswith("error: --nnodes: "), done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_shell_that_is_not_bash_is_told_what_to_type(script: str) -> None:
-    done = run(["bash", "--posix", TEMPLATE / script, *SCRIPTS[script]])
-    assert done.returncode == 2 and f"error: {SCRIPTS[script][0]}: " in done.stderr
+def test_a_shell_that_is_not_bash_is_told_what_to_type() -> None:
+    script = "launch_node.sh"
+    done = run(["bash", "--posix", TEMPLATE / script, "--nnodes", "two"])
+    assert done.returncode == 2 and "error: --nnodes: " in done.stderr
     if shutil.which("dash") is None:
         assert not os.environ.get("CI"), "dash must be installed in CI"
         pytest.skip("dash is not installed")
@@ -697,14 +692,51 @@ def test_a_process_that_does_not_handle_signals_yet_is_not_reported_as_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that still imports torch when --nproc asks it to stop, since another one was killed."""
-    monkeypatch.setattr(spawn, "STOP_AFTER_S", 0.1)
+    monkeypatch.setattr(SpawnedRanks, "stop_after_s", 0.1)
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for process in processes:
         process.start()
     os.kill(processes[1].pid or 0, signal.SIGKILL)
-    killed_by_us = spawn._wait_for_all(processes)
-    assert spawn._exit_code(processes, SignalHandler(), killed_by_us) == 8
+    ranks, requests = SpawnedRanks(processes), SignalHandler()
+    ranks.watch(requests)
+    assert ranks.exit_code(requests) == 8
     assert re.fullmatch(r"rank 1: its process \d+ was killed by SIGKILL.*\n", capfd.readouterr().err)
+
+
+LOST, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}
+ENDS: list[tuple[int, bool, list[dict[str, Any]], RunResult]] = [
+    # torchrun's exit code, whether a stop was requested, the files of each worker, what follows
+    (75, True, [{"done": ""}, {"done": ""}], RunResult(0)),
+    (0, False, [{}, {}], RunResult(0)),
+    (8, False, [{}, SAVED], RunResult(8, LOST, restartable=True)),
+    (8, False, [{}, {}], RunResult(8, LOST, restartable=True)),
+    (8, True, [{}, SAVED], RunResult(75, "rank 1")),
+    (1, False, [{}, {"error.json": 8}], RunResult(8, "rank 1", restartable=True)),
+    (1, False, [{"error.json": 6}, {"saved": "7"}], RunResult(6, "rank 0", saved_step=7)),
+    (1, False, [SAVED, SAVED], RunResult(75, "rank 0")),
+    (75, True, [PIDS], RunResult(75, "stopped before training began: nothing to save", reported=False)),
+    (75, True, [PIDS, PIDS], RunResult(8, "the processes were killed before they had stopped", reported=False)),
+    (-9, False, [PIDS, PIDS], RunResult(8, "torchrun was killed", restartable=True, reported=False)),
+    (1, False, [PIDS, PIDS], RunResult(1, "a process failed", restartable=True, reported=False)),
+]
+
+
+@fault(1, 9, 12)
+@pytest.mark.parametrize(("code", "requested", "workers", "expected"), ENDS)
+def test_what_follows_from_the_end_of_a_worker_group(
+    code: int, requested: bool, workers: list[dict[str, Any]], expected: RunResult, tmp_path: Path
+) -> None:
+    """Different ends may have equal results."""
+    for rank, files in enumerate(workers):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        for name, content in files.items():
+            error = {"message": f"rank {rank}", "errorCode": content, "extraInfo": {"timestamp": str(rank)}}
+            (folder / name).write_text(json.dumps({"message": error}) if name == "error.json" else content)
+    group = WorkerGroup.__new__(WorkerGroup)  # without a torchrun
+    group.folder, group.nproc, group.stop_requested = tmp_path, 2, requested
+    group.torchrun = SimpleNamespace(returncode=code)  # type: ignore[assignment]
+    assert group.result() == expected
 
 
 @pytest.mark.slow
@@ -836,6 +868,7 @@ def test_a_file_that_one_rank_alone_has_is_named_with_that_rank(has: int, lacks:
         (tmp_path / str(rank)).mkdir()
         for name in ("launch_node.sh", "main.py", *(["extra.py"] if rank == has else [])):
             (tmp_path / str(rank) / name).touch()
+        (tmp_path / str(rank) / ".#main.py").symlink_to("me@host.1:2")  # the lock of an editor
 
     def compare(config: Config, env: RankEnv) -> None:
         with init_distributed(config, env) as ctx:
@@ -859,35 +892,25 @@ def test_launch_node_sh_names_the_interpreter_that_lacks_the_packages(template: 
     assert done.stderr.count("\n") == 1
 
 
-# Threads on a busy machine
+def test_asking_whether_a_child_is_alive_leaves_its_exit_code_to_popen() -> None:
+    """A zombie counts as gone: one that a container's first process inherits is never waited for."""
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
+    assert is_alive(os.getpid())
+    end = time.monotonic() + 60
+    while is_alive(child.pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_alive(child.pid)
+    assert child.poll() == 9
+    assert not is_alive(child.pid), "it no longer exists"
 
 
-@pytest.mark.parametrize("program", [TEMPLATE / "main.py", TEMPLATE.parent / "examples" / "gan" / "main.py"])
-@pytest.mark.parametrize(
-    ("load", "variables", "expected"),
-    [
-        (0.9, {}, None),
-        (1.1, {}, "PASSIVE"),
-        (1.1, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
-        (1.1, {"GOMP_SPINCOUNT": "300000"}, None),
-    ],
-)
-def test_threads_wait_asleep_on_a_busy_machine_from_the_moment_torch_is_loaded(
-    program: Path, load: float, variables: dict[str, str], expected: str | None
-) -> None:
-    """`load`: threads that want to run, per core. torch reads the variable once, when it is loaded."""
-    script = f"""
-import importlib.abc, os, runpy, sys
-class Torch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
-            os._exit(0)
-sys.meta_path.insert(0, Torch())
-os.getloadavg = lambda: ({load} * os.cpu_count(), 0.0, 0.0)
-runpy.run_path({str(program)!r}, run_name="__main__")
-"""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    environment |= variables | {"PYTHONPATH": str(TEMPLATE)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == str(expected), done.stderr
+def test_a_stop_that_the_program_asks_for_keeps_its_reason_in_words() -> None:
+    requests = StopSignal()
+    requests.mark_requested(signal.SIGTERM, "the budget is spent")
+    requests.mark_requested(signal.SIGINT, "too late")
+    assert (requests.reason, requests.text) == (signal.SIGTERM, "the budget is spent")
+    stopped = stop_error(requests.reason, "and saved, at step 3", requests.text)
+    assert (str(stopped), stopped.exit_code) == ("stopped on request (the budget is spent) and saved, at step 3", 75)
+    assert str(stop_error(signal.SIGTERM, "and saved, at step 3")) == "stopped on request and saved, at step 3"
+    gone = stop_error(LAUNCHER_GONE, "and saved, at step 3", "not asked")
+    assert (str(gone), gone.exit_code) == ("the launcher is gone: stopped and saved, at step 3", 8)

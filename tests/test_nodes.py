@@ -36,7 +36,7 @@ turn = (started / f"rounds-{rank}").stat().st_size
 def end(code, **info):
     info = {"timestamp": str(int(time.time())), "rank": rank, "cause": True, "saved": None, **info}
     message = {"message": f"rank {rank} has ended with {code}", "errorCode": code, "extraInfo": info}
-    if code: (folder / "error.json").write_text(json.dumps({"message": message}))
+    (folder / ("error.json" if code else "done")).write_text(json.dumps({"message": message}))
     os._exit(code)
 def meet():
     others = [started / f"pid-{other}-{turn}" for other in range(int(os.environ["WORLD_SIZE"]))]
@@ -357,7 +357,7 @@ def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
 
 
 def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
-    from ddp.core.network import addresses, interface_of
+    from ddp.core.host import addresses, interface_of
 
     assert interface_of("127.0.0.1") == interface_of("::ffff:127.0.0.1") == ("lo" if sys.platform == "linux" else "lo0")
     assert interface_of("203.0.113.9") is None
@@ -482,6 +482,32 @@ def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine]
     assert nodes[1].wait(20) == 0, nodes[1].output()
     nodes[0].signal(signal.SIGTERM)
     assert nodes[0].wait(20) == 75
+
+
+SILENT_NAME_SERVER = """
+import socket, time
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("do", "code"), [("", 0), ("die()", 8)])
+def test_a_name_server_that_does_not_respond_delays_nothing(project: Path, do: str, code: int) -> None:
+    """torchrun looks up the name of its own machine, once for each worker and more: here each takes 10 s or more."""
+    with machines(1) as (machine,):
+        (Path("/etc/netns") / machine.namespace / "hosts").write_text("127.0.0.1 localhost\n")
+        machine.start(sys.executable, "-c", SILENT_NAME_SERVER).until("up")
+        look_up = "import socket, time; start = time.monotonic(); socket.getfqdn(); print(time.monotonic() - start)"
+        asked = machine.start(sys.executable, "-c", look_up)
+        variables = {"STUB": str(project.parent), "DO": do, "TMPDIR": str(_temporary(project))}
+        launcher = machine.start("bash", project / "launch_node.sh", "--nproc-per-node", "2", **variables)
+        launcher.until("rank 1 of 2")
+        started = time.monotonic()
+        assert launcher.wait(100) == code, launcher.output()
+        assert time.monotonic() - started < 8
+        assert asked.wait() == 0 and float(asked.output()) >= 9, "the name server has responded"
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset, get_worker_info
 import data
 import main
 from config import Config
-from ddp.core.errors import SetupError, UsageError
+from ddp.core.errors import SetupError, UsageError, report_error
 from ddp.core.options import OptionParser, option
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset, Datasets
@@ -42,7 +42,7 @@ from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything
-from ddp.entrypoint.launch import launch
+from ddp.entrypoint.run_main import launch
 from ddp.training import wrapping
 from faults import fault
 from processes import Ranks, on_ranks, train
@@ -120,12 +120,12 @@ def first_weights(*options: Any) -> Tensor:
     train_set = main.load_datasets(config).train
     with torch.random.fork_rng():
         seed_everything(config.seed)
-        return flat(main.build_model(config, train_set).state_dict())
+        return flat(main.task.build_model(config, train_set).state_dict())
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, path: Path, look: Callable[..., Any]) -> Callable[[], list[Any]]:
     """Write look(model, inputs, outputs) of each forward pass to `path`. Returns a function that reads the results."""
-    build = main.build_model
+    build = main.task.build_model
 
     def build_watched(config: Config, train_set: Any) -> nn.Module:
         def note(model: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
@@ -136,7 +136,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, path: Path, look: Callable[..., Any])
         model.register_forward_hook(note)
         return model
 
-    monkeypatch.setattr(main, "build_model", build_watched)
+    monkeypatch.setattr(main.task, "build_model", build_watched)
     return lambda: [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -222,7 +222,7 @@ def test_the_default_output_dir_is_named_after_what_was_built(
         datasets = Datasets(*(TensorDataset(torch.randn(64, 2), torch.zeros(64, dtype=torch.long)) for _ in range(2)))
         datasets.train.name = "my numbers"
         monkeypatch.setattr(main, "load_datasets", lambda config: datasets)
-        monkeypatch.setattr(main, "build_model", lambda config, train_set: nn.Sequential(nn.Linear(2, 2)))
+        monkeypatch.setattr(main.task, "build_model", lambda config, train_set: nn.Sequential(nn.Linear(2, 2)))
     monkeypatch.chdir(tmp_path)
     output = train(1, *words, "--dataset=synthetic", "--device=cpu", "--batch-size=8", "--max-steps=1")
     assert f"a new run, in {folder}\n" in output and list(tmp_path.glob("*/*")) == [tmp_path / folder]
@@ -302,6 +302,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--batchsize=3", ["--batchsize=3", "(did you mean --batch-size?)"]),
     ("--nproc-per-node 0", ["--nproc: '0' must be an integer >= 1"]),
     ("train", ["train", "--help"]),
+    ("--seed 1 epochs=3 --epochs 4", ["epochs=3", "--help"]),
 ]
 
 
@@ -336,22 +337,23 @@ def shell(*arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["config.py", "main.py"])
-def test_the_program_exits_2_with_one_line_on_stderr(program: str, template: Path) -> None:
-    result = shell(program, "--momentum", "1.5", "--nproc", 4, folder=template)
+def test_the_program_exits_2_with_one_line_on_stderr(template: Path) -> None:
+    result = shell("main.py", "--momentum", "1.5", "--nproc", 4, folder=template)
     assert result.returncode == 2
     assert result.stderr == "error: --momentum: '1.5' must be a number >= 0 and <= 1; see --help\n"
     assert result.stdout == ""
 
 
-def test_a_line_break_in_a_value_does_not_add_a_second_line(template: Path) -> None:
-    result = shell("config.py", "--precision", "a\nb", folder=template)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
+def test_a_line_break_in_a_value_does_not_add_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        Config.parse(["--precision", "a\nb"])
+    report_error(raised.value)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_options_are_checked_without_torch(template: Path) -> None:
-    result = shell("-X", "importtime", "config.py", "--epochs", 3, "--precision=bf16", folder=template)
+    check = "from config import Config; Config.parse()"
+    result = shell("-X", "importtime", "-c", check, "--epochs", 3, "--precision=bf16", folder=template)
     assert result.returncode == 0
     assert result.stdout == ""
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -377,11 +379,44 @@ def test_only_one_of_many_processes_reports_an_option_that_cannot_work(tmp_path:
     assert output.count("\n") == 1
 
 
-def test_an_option_with_the_default_none_needs_its_kind() -> None:
-    """Otherwise its value would silently be read as text."""
-    with pytest.raises(AssertionError, match=r"option\('a limit'\): pass kind="):
-        option(None, "a limit")
-    assert option(None, "a limit", kind=int).metadata["kind"] is int
+def test_the_annotation_of_an_option_says_how_its_value_is_read() -> None:
+    """Otherwise the value of an option with the default None would silently be read as text."""
+
+    @dataclass
+    class Annotated(RunConfig):
+        limit: int | None = option(None, "a limit")
+        part: float = option(1, "a part")
+        title: str | None = option(None, "a title")
+
+    read = Annotated.parse(["--limit", "3", "--part=0.5", "--title", "4"])
+    assert (read.limit, read.part, read.title) == (3, 0.5, "4")
+    with pytest.raises(UsageError, match=r"--limit: '3\.5' must be an integer"):
+        Annotated.parse(["--limit", "3.5"])
+
+    @dataclass
+    class Unclear(RunConfig):
+        where: Path = option(None, "a path")  # noqa: RUF009
+
+    with pytest.raises(AssertionError, match="where: annotate an option as bool, int, float or str"):
+        Unclear.parse([])
+
+
+def test_an_option_defines_the_run_unless_it_says_otherwise() -> None:
+    """Whoever forgets the mark of an option that they add gets a refusal to resume, and not another run."""
+
+    @dataclass
+    class Marked(Config):
+        width: int = option(8, "a width", section="data")
+        pause: int = option(8, "a pause", may_change=True)
+        folder: str = option("", "a folder", per_process=True)
+
+    may_change = {item.name for item in fields(Marked) if item.metadata["may_change"]}
+    assert "width" not in may_change and {"pause", "folder"} <= may_change
+    assert OPTIONS.keys() - may_change == {
+        *("dataset", "image_size", "model", "lr", "momentum", "weight_decay"),
+        *("lr_schedule", "warmup_epochs", "scale_lr", "clip_grad", "ema"),
+        *("precision", "matmul_precision", "sync_bn", "comm_hook", "init_from", "seed"),
+    }
 
 
 def test_a_flag_is_off_by_default() -> None:
@@ -500,7 +535,7 @@ def test_a_loss_can_tell_training_from_evaluation(tmp_path: Path, small: None, m
     def smoothed(outputs: Tensor, targets: Tensor, config: Config) -> Tensor:
         return F.cross_entropy(outputs, targets, label_smoothing=0.5 if torch.is_grad_enabled() else 0.0)
 
-    monkeypatch.setattr(main, "compute_loss", smoothed)
+    monkeypatch.setattr(main.task, "compute_loss", smoothed)
     outcome = run(tmp_path, "--epochs", 8, "--lr", 0.1)
     assert outcome.lines("train")[-1]["loss"] > 1.6 > 1.2 > outcome.lines("val")[-1]["loss"]
 
@@ -817,7 +852,7 @@ def test_a_step_in_fp16_that_overflows_is_skipped_and_the_scale_is_halved(
         def forward(self, images: Tensor) -> Tensor:
             return self.last(images.flatten(1)) * 4000
 
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: Steep())
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: Steep())
     checkpoint = run(tmp_path, *ONE_STEP, "--precision", "fp16").checkpoint()
     assert checkpoint["scaler"]["scale"] == 2**15
     with torch.random.fork_rng():
@@ -847,7 +882,7 @@ def test_compile_keeps_the_names_of_the_weights(
 ) -> None:
     if options and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("--compile on the CPU needs g++, which is not installed here")
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: TwoWays())
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: TwoWays())
     with torch._inductor.config.patch(compile_threads=1):  # a pool of compilers would outlive the rank
         after = run(tmp_path, *ONE_STEP, "--weight-decay", 0, *options).checkpoint()["model"]
     with torch.random.fork_rng():
@@ -1088,7 +1123,7 @@ def test_deterministic_refuses_an_operation_without_a_deterministic_algorithm(
             pooled, indices = F.max_pool2d(images, 2, return_indices=True)
             return self.last(F.max_unpool2d(pooled, indices, [2, 2]).flatten(1))
 
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: Unpools())
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: Unpools())
     run(tmp_path / "free", *ONE_STEP)
     output = run(tmp_path / "strict", *ONE_STEP, "--deterministic", code=2).output
     operation = r"max_unpooling2d_forward_out \(test_options\.py, line \d+\)"

@@ -18,8 +18,8 @@ import data
 from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.core.errors import CheckpointError, SetupError, UsageError
-from ddp.data.images import ImageFiles, ImagesInMemory, ImageTransforms
-from ddp.data.saved_dataset import SavedImages, describe
+from ddp.data.dataset import describe
+from images import ImageFiles, ImagesInMemory, ImageTransforms, SavedImages, decode_once
 from model import build_model
 from processes import train
 
@@ -151,4 +151,16 @@ def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
     assert describe(ImageFiles(folder / "val", transforms))["images"] == known | {"read_size": 24}
     assert describe(Grey(folder / "val", transforms))["images"] is None
     plain = torch.utils.data.TensorDataset(torch.zeros(3))
-    assert describe(plain) == {"name": "TensorDataset", "classes": [], "images": None}
+    assert describe(plain) == {"name": "TensorDataset", "classes": []}
+    for kind, images in ((ImageFiles, known | {"read_size": 24}), (Grey, None)):
+        assert describe(decode_once(kind(folder / "val", transforms), folder / "cache"))["images"] == images
+
+
+def test_checkpoints_of_data_that_are_not_images_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Those of earlier versions have `images: None`, newer ones have no `images`."""
+    train(1, *TRAIN, "--dataset", "imagefolder", "--data-dir", folder, "--output-dir", tmp_path / "run")
+    content = checkpoint.read(tmp_path / "run/best.pt")
+    for about in ({"images": None}, {}):
+        checkpoint.write(tmp_path / "edited.pt", content | {"dataset": {"name": "a", "classes": ["b"], **about}})
+        with pytest.raises(UsageError, match="does not know how its images were prepared"):
+            predict.main([str(tmp_path / "edited.pt"), "cat.png"])

@@ -64,13 +64,11 @@ def run(project: Path, *options: Any, **variables: str) -> str:
 def test_weights_and_biases(tmp_path: Path) -> None:
     """Offline: its file holds the curves and the options."""
     pytest.importorskip("wandb")
-    through_tensorboard, directly = edits("Weights & Biases")
-    for number, edit in enumerate((through_tensorboard, directly)):
-        project = project_with(tmp_path / str(number), edit)
-        run(project, "--nproc", 2, WANDB_MODE="offline", WANDB_SILENT="true")
-        (file,) = (project / "runs/x").glob("wandb/offline-run-*/*.wandb")
-        content = file.read_bytes()
-        assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
+    project = project_with(tmp_path, *edits("Weights & Biases"))
+    run(project, "--nproc", 2, WANDB_MODE="offline", WANDB_SILENT="true")
+    (file,) = (project / "runs/x").glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

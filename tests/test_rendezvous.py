@@ -18,7 +18,7 @@ import pytest
 from template_copy import TEMPLATE
 
 from ddp.core.errors import UserError
-from ddp.core.network import listen
+from ddp.core.host import listen
 from ddp.launcher import rendezvous
 from ddp.launcher.node_info import NodeInfo
 from ddp.launcher.rendezvous import GREETING, MAX_INFO_BYTES, ConfigMismatch, Endpoint, join_nodes
@@ -217,6 +217,22 @@ def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypat
         for node in nodes:
             with pytest.raises(UserError, match=r"x is None and y{10000}.* Start all nodes with the same options"):
                 node.result(20)
+
+
+def test_hundreds_of_nodes_join_within_seconds() -> None:
+    """All wait for the last one. Two file descriptors each: a process may often open no more than 1,024."""
+    endpoint, count = free_endpoint(), 400
+    first = in_thread(join_nodes, node_info(0, **{"--nnodes": count + 1}), endpoint)
+    shared = {**SHARED, "--nnodes": count + 1}
+    start = time.monotonic()
+    nodes = [connect(endpoint) for _ in range(count)]
+    for rank, node in enumerate(nodes, start=1):
+        node.sendall(line(node_rank=rank, shared=shared))
+    for node in nodes:
+        with node, node.makefile("rb") as lines:
+            assert lines.readlines() == [GREETING, b'{"start": true}\n']
+    assert first.result(5) == "127.0.0.1"
+    assert time.monotonic() - start < 10
 
 
 @fault(9)

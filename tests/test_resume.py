@@ -18,20 +18,20 @@ from outputs import lines, newest, weights_and_momentum
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import images
 import main
 from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.compatibility import run_differences
 from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint.manager import run_differences
 from ddp.checkpoint.state import digest
 from ddp.core.errors import UsageError
-from ddp.core.source_hash import hash_source_files
-from ddp.data import images
+from ddp.core.files import hash_source_files
 from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import random_state, set_random_state
-from ddp.entrypoint.launch import run_as_rank
+from ddp.entrypoint.run_main import run_as_rank
 from faults import fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
@@ -75,10 +75,10 @@ def test_a_killed_run_resumes_bit_for_bit(
     options += ["--data-dir", folders, "--batch-size", 4, "--epochs", 3, "--checkpoint-every", 2, "--log-every", 1]
     options += ["--workers", workers, "--grad-accum-steps", accumulation]
     per_epoch = 96 // (2 * 4 * accumulation)
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     train(2, *options, "--output-dir", tmp_path / "whole")
 
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     ranks = start(2, *options, "--output-dir", tmp_path / "killed")
     wait_for(tmp_path / "killed" / "checkpoints" / f"step_{per_epoch + 2:08d}.pt", ranks)
     ranks.kill()
@@ -86,7 +86,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     stopped_at = checkpoint.read(newest(tmp_path / "killed"))
     assert stopped_at["epoch"] == 1 and 0 < stopped_at["samples_consumed"] < 96, "it was not killed in mid-epoch"
 
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     output = train(2, *options, "--output-dir", tmp_path / "killed")
     assert f"at step {stopped_at['step']}" in output
     assert weights_and_momentum(tmp_path / "killed") == weights_and_momentum(tmp_path / "whole")
@@ -188,7 +188,7 @@ def test_files_edited_since_the_checkpoint_are_named(
 
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
     then = {name: value for name, value in asdict(Config.parse([])).items() if name != "clip_grad"}
-    content = {"config": then, "global_batch": 64, "samples": 100, "classes": {"optimizer": "SGD"}}
+    content = {"config": then, "global_batch": 64, "samples": 100, "classes": {"optimizer": "SGD"}, "parts": {}}
 
     def differences(*options: str) -> list[str]:
         config = Config.parse(options)
@@ -203,14 +203,14 @@ def test_another_model_is_refused_with_the_names_of_the_weights_that_differ(
 ) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]
     train(2, *options, 2)
-    build = main.build_model
+    build = main.task.build_model
 
     def edited(config: Any, train_set: Any) -> torch.nn.Module:
         model: Any = build(config, train_set)
         model.fc1, model.fc2 = torch.nn.Linear(400, 100), torch.nn.Linear(100, 84)
         return model
 
-    monkeypatch.setattr(main, "build_model", edited)
+    monkeypatch.setattr(main.task, "build_model", edited)
     output = train(2, *options, 4, code=4)
     assert "fc1.weight was [120, 400], is [100, 400]" in output
     assert output.count("error:") == 1, "every rank fails, one prints the error"
@@ -224,10 +224,10 @@ def test_only_rank_0_needs_the_checkpoint(small: None, tmp_path: Path, monkeypat
     train(2, *options, tmp_path / "split", "--max-steps", 7)
     find = CheckpointDirectory.find
 
-    def find_once(self: CheckpointDirectory, resume: str, evaluate: bool) -> Any:
+    def find_once(self: CheckpointDirectory) -> Any:
         assert not marker.exists(), "a second rank searched for checkpoints"
         marker.touch()
-        return find(self, resume, evaluate)
+        return find(self)
 
     marker = tmp_path / "searched"
     monkeypatch.setattr(CheckpointDirectory, "find", find_once)
@@ -247,15 +247,45 @@ def test_resume_path_starts_a_new_directory_and_the_command_can_be_repeated(smal
     assert "did not start from it" in refused
 
 
-def test_resume_refuses_a_directory_unless_it_is_named_auto_or_never(
+def test_resume_must_refuses_to_start_a_new_run(small: None, tmp_path: Path) -> None:
+    """As a job does that is started again, on a machine with an empty disk."""
+    options = ["--dataset", "synthetic", "--output-dir", tmp_path / "run", "--max-steps"]
+    refused = train(2, *options, 2, "--resume", "must", code=4)
+    reason = f"error: --resume must: there is no checkpoint in {tmp_path / 'run' / 'checkpoints'}: restore that"
+    assert refused.startswith(reason) and refused.count("\n") == 1
+    train(2, *options, 2)
+    assert "at step 2" in train(2, *options, 4, "--resume", "must")
+    assert "evaluating" in train(1, *options[:-1], "--evaluate", "--resume", "must")
+
+
+def test_a_file_for_the_batch_system_exists_once_there_is_a_checkpoint(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It survives the machine: launch/slurm.sbatch then passes --resume must."""
+    saved = tmp_path / "saved"
+    monkeypatch.setenv("DDP_SAVED_FILE", str(saved))
+    options = ["--dataset", "synthetic", "--output-dir", tmp_path / "run", "--max-steps"]
+    train(2, *options, 2, "--resume", "must", code=4)
+    assert not saved.exists(), "nothing was saved"
+    train(2, *options, 2)
+    assert saved.exists()
+    saved.unlink()
+    train(2, *options, 2)
+    assert saved.exists(), "another job has resumed from what an earlier one saved"
+    monkeypatch.setenv("DDP_SAVED_FILE", str(tmp_path / "no such folder" / "saved"))
+    train(1, *options, 3, "--batch-size", 128)
+
+
+def test_resume_refuses_a_directory_unless_it_is_named_like_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("auto", "never", "checkpoints"):
+    for name in ("auto", "must", "never", "checkpoints"):
         (tmp_path / name).mkdir()
-    assert Config.parse([]).resume == "auto" and Config.parse(["--resume", "never"]).resume == "never"
-    for path in ("checkpoints", ""):
-        with pytest.raises(UsageError, match=f"--resume: '{path}' is not auto, never or the path of a checkpoint file"):
+    assert [Config.parse(["--resume", word]).resume for word in ("auto", "must", "never")] == ["auto", "must", "never"]
+    no_file = "--resume: 'checkpoints' is not auto, must, never or the path of a checkpoint file"
+    for path, line in (("checkpoints", no_file), ("", "--resume: '' is not a path; see --help")):
+        with pytest.raises(UsageError, match=line):
             Config.parse(["--resume", path])
 
 
@@ -281,7 +311,7 @@ def test_with_deterministic_three_processes_resume_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
     """Without it, DDP reorders its buckets, and three ranks add gradients in another order than before the kill."""
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     options = ["--dataset", "synthetic", "--batch-size", 8, "--epochs", 1, "--deterministic", "--output-dir"]
     train(3, *options, tmp_path / "whole")
     for stop in (5, 11):
@@ -308,7 +338,7 @@ def test_random_transforms_in_a_dataset_resume_exactly_for_any_number_of_workers
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Noisy(), Noisy()))
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     options = ["--batch-size", 4, "--epochs", 2]
     train(2, *options, "--workers", 1, "--output-dir", tmp_path / "whole")
     train(2, *options, "--workers", workers, "--output-dir", tmp_path / "stopped", "--max-steps", 11)
@@ -338,7 +368,7 @@ def test_a_refused_command_does_not_change_the_files_of_the_run(small: None, tmp
 def test_status_json_has_the_state_running_from_the_start(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     ranks = start(1, "--dataset", "synthetic", "--epochs", 1, "--output-dir", tmp_path)
     wait_for(tmp_path / "status.json", ranks)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
@@ -368,7 +398,7 @@ def test_a_run_that_starts_from_another_runs_checkpoint_writes_best_pt(small: No
 def test_numpy_numbers_in_the_metrics_are_saved_as_plain_numbers(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: numpy.float64(metrics["accuracy"]))
+    monkeypatch.setattr(main.task, "metric_for_best_model", lambda metrics: numpy.float64(metrics["accuracy"]))
     options = ["--dataset", "synthetic", "--output-dir", tmp_path]
     train(1, *options, "--epochs", 1)
     assert "resuming from" in train(1, *options, "--epochs", 2)

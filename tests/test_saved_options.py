@@ -14,7 +14,7 @@ from PIL import Image
 
 import data
 from config import Config
-from ddp.checkpoint.saved_options import saved_names, with_saved_options
+from ddp.checkpoint.reuse import saved_names, with_saved_options
 from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.options import flag_of, option
 from ddp.distributed.rank_env import RankEnv
@@ -163,7 +163,7 @@ def test_options_are_checked_after_those_of_the_checkpoint_are_known(trained: Pa
 def test_ranks_with_other_options_are_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if rank 1 were on another machine, without the file."""
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 101})
-    import main
+    import ddp.training.run
 
     def on_two_machines(config: Any, env: Any) -> Any:
         if env.rank == 1:
@@ -171,7 +171,7 @@ def test_ranks_with_other_options_are_refused(trained: Path, monkeypatch: pytest
             return with_saved_options(config, RankEnv(1, 2, 0))
         return with_saved_options(config, env)
 
-    monkeypatch.setattr(main, "with_saved_options", on_two_machines)
+    monkeypatch.setattr(ddp.training.run, "with_saved_options", on_two_machines)
     output = train(2, "--evaluate", "--resume", trained / "best.pt", code=3)
     refused = r"error: --\S+ is \S+ on rank 0 and \S+ on rank 1: start all ranks with the same options, code and data\n"
     assert re.fullmatch(refused, output)

@@ -257,6 +257,28 @@ def test_a_job_that_lost_a_process_comes_again_three_times(submit: Submit) -> No
     assert (known["ExitCode"], known["Restarts"]) == ("8:0", "3")
 
 
+SAVE = "open(os.environ['DDP_SAVED_FILE'], 'a').close() if rank == 0 else None"  # as main.py does with a checkpoint
+
+
+@fault(1)
+@pytest.mark.slow
+def test_a_job_that_starts_again_insists_on_a_checkpoint_if_it_has_saved_one(submit: Submit, stub: Path) -> None:
+    """Whatever ended it; before the options of the user, which win; not after a save of another job."""
+    lost = "sys.exit(8) if turn == 0 else None"
+    saved = submit(f"{SAVE}; {lost}", SCRIPT, "--nproc-per-node", 2, "--", "--lr", "a b")
+    plain, never = submit(f"{SAVE}; {lost}", "--cpus-per-task=1", SCRIPT), submit(lost, "--cpus-per-task=1", SCRIPT)
+    jobs = (saved, plain, never)
+    for job in jobs:
+        job.comes_back()
+        job.start_again()
+    for job in jobs:
+        job.ends("COMPLETED")
+    again = [re.findall(r"node \d in turn 1 has \[.*'--master-port', '\d+'(.*)\]", job.output()) for job in jobs]
+    assert again[0] == [", '--nproc-per-node', '2', '--', '--resume', 'must', '--lr', 'a b'"] * 2
+    assert again[1] == [", '--', '--resume', 'must'"] * 2 and again[2] == [""] * 2
+    assert "must" not in "".join(said for job in jobs for said in arguments(job)), "the first start of a job"
+
+
 # ---- real training --------------------------------------------------------------------------------------------------
 
 PYTHON = Path(sys.prefix) / "bin" / "python"
@@ -293,6 +315,20 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
     assert whole.wait(120) == 0, whole.output()
     assert trained(project / "out") == trained(project / "whole")
     assert trained(project / "out")[1] == list(range(10, 201, 10)), "each step once"
+
+
+@fault(9)
+@pytest.mark.slow
+def test_a_job_that_comes_back_to_an_empty_disk_does_not_train_from_the_start(cluster: Slurm, project: Path) -> None:
+    job = cluster.submit(project, SCRIPT, "--", *TRAIN, "--output-dir", "disk", OMP_NUM_THREADS="1")
+    job.says("step    10/", timeout=120)
+    job.cancel("--batch", "--signal=USR1")
+    job.comes_back()
+    shutil.rmtree(project / "disk")
+    job.start_again()
+    assert job.ends("FAILED", timeout=120)["ExitCode"] == "4:0"
+    assert job.output().count("error: --resume must: there is no checkpoint in disk/checkpoints") == 1, job.output()
+    assert job.output().count("a new run, in disk") == 1
 
 
 @pytest.mark.slow

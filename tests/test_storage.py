@@ -26,12 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.tensorboard import SummaryWriter
 
 import ddp.training.run
+import ddp.training.run_log
 import main
 from config import Config
 from ddp.checkpoint import checkpoint_file as checkpoint
 from ddp.checkpoint.directory import CheckpointDirectory
 from ddp.training.output_dir import OutputDir
 from faults import fault
+from model import build_model as build_toy
 from processes import Ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
 
@@ -206,15 +208,11 @@ KILLS = 50
 STATE = 1 << 20  # numbers in the state that is written repeatedly: 4 MB
 
 
-def directory_of(config: Config) -> CheckpointDirectory:
-    return CheckpointDirectory(Path(config.output_dir), config.keep_checkpoints)
-
-
 def save_repeatedly(config: Config, first: int, report: int) -> None:
     """In a child process: save step after step, every third as the best, and report each in the pipe `report`."""
-    output_dir, directory = OutputDir(config), directory_of(config)
+    output_dir, directory = OutputDir(config), CheckpointDirectory(config)
     output_dir.open()
-    directory.find(config.resume, config.evaluate)
+    directory.find()
     step = first
     os.write(report, b"0\n")
     while True:
@@ -276,7 +274,7 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
         output_dir = OutputDir(config)
         output_dir.open()
         assert not temporary_files(output), "the temporary file of the killed process is still there"
-        newest, content = directory_of(config).find(config.resume, config.evaluate)
+        newest, content = CheckpointDirectory(config).find()
         output_dir.lock.close()
         step = content["step"]
         assert step >= completed, f"step {completed} was saved, the newest is {newest}"
@@ -295,7 +293,7 @@ def test_a_run_on_a_full_disk_exits_with_7_and_resumes_once_there_is_space(
     small: None, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three checkpoints of 0.5 MB fit, but not a fourth. No metrics are written meanwhile: that might fail first."""
-    monkeypatch.setattr(main, "build_model", build_slow_toy)
+    monkeypatch.setattr(main.task, "build_model", build_slow_toy)
     options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     output = disk / "run"
@@ -327,7 +325,7 @@ def test_a_disk_that_fills_up_between_two_saves_makes_the_run_exit_with_7(
     small: None, log_every: int, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as metrics are written; or at the next checkpoint, if no metrics are."""
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     every = ["--checkpoint-every", 30, "--log-every", log_every]
     ranks = start(2, *SYNTHETIC, "--batch-size", 2, *every, "--output-dir", disk / "run")
     until(lambda: checkpoints(disk / "run"), ranks)
@@ -348,7 +346,7 @@ def test_a_disk_that_is_full_when_tensorboard_flushes_makes_the_run_exit_with_7_
     small: None, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorBoard writes in a thread, which would print a traceback of its own."""
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     write = SummaryWriter.add_scalar
 
     def add_many(self: SummaryWriter, name: str, value: Any, step: int) -> None:
@@ -356,7 +354,7 @@ def test_a_disk_that_is_full_when_tensorboard_flushes_makes_the_run_exit_with_7_
             write(self, f"{name}/{number}", value, step)
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", add_many)
-    monkeypatch.setattr(ddp.training.run, "write_status", lambda *arguments, **named: None)  # it would fail first
+    monkeypatch.setattr(ddp.training.run_log, "write_status", lambda *arguments, **named: None)  # it would fail first
     ranks = start(2, *SYNTHETIC, "--batch-size", 2, "--log-every", 1, "--output-dir", disk / "run")
     until(lambda: len(read_lines(disk / "run" / "metrics.jsonl")) > 5, ranks)
     fill(disk)
@@ -403,7 +401,7 @@ def test_a_read_only_directory_is_refused_within_seconds(exists: bool, tmp_path:
 def test_a_directory_that_becomes_read_only_in_mid_run_makes_it_exit_with_7(
     small: None, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     output = tmp_path / "run"
     options = [*SYNTHETIC, "--batch-size", 4, "--checkpoint-every", 20, "--log-every", 10, "--output-dir", output]
     ranks = start(2, *options)
@@ -424,9 +422,7 @@ def test_a_directory_that_becomes_read_only_in_mid_run_makes_it_exit_with_7(
 
 def build_slow_toy(config: Any, train_set: Any) -> torch.nn.Module:
     """ToyModel with 5 ms more per step."""
-    from model import build_model
-
-    model = build_model(config, train_set)
+    model = build_toy(config, train_set)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
     return model
 
@@ -466,7 +462,7 @@ def test_training_continues_while_a_checkpoint_is_written(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file holds the state of its step, although weights, BatchNorm and momentum have changed since."""
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     options = [*SYNTHETIC, "--batch-size", 4, "--log-every", 1, "--output-dir"]
     train(2, *options, tmp_path / "stopped at 30", "--max-steps", 30)
     notes = slow_writes(monkeypatch, tmp_path / "run", before=0.6, after=0.6)
@@ -498,7 +494,7 @@ def test_checkpoints_are_written_one_at_a_time_and_in_order(
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_checkpoint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     options = ["--batch-size", 2, "--checkpoint-every", 60, "--log-every", 10**6, "--output-dir", tmp_path]
     (tmp_path / "checkpoints").mkdir()
     with mounted(tmp_path / "checkpoints"):
@@ -528,7 +524,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_makes_the_run_exit_with_6(
 ) -> None:
     """Even if every loss is finite: the state is checked before it is written."""
     model = Poisoned if name.startswith("model") else Awkward
-    monkeypatch.setattr(main, "build_model", lambda config, train_set: model(10, pause=0.02))
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: model(10, pause=0.02))
     steps = 0
 
     def poison(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -558,9 +554,9 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*SYNTHETIC, "--batch-size", 16, "--epochs", 2, "--checkpoint-every", 3, "--log-every", 1, "--output-dir"]
-    monkeypatch.setattr(main, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
     train(2, *options, tmp_path / "alone")
-    monkeypatch.setattr(main, "build_model", build_slow_awkward)
+    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
     first = start(2, *options, tmp_path / "run")
     until(lambda: checkpoints(tmp_path / "run"), first)
     for _ in range(2):
@@ -592,8 +588,7 @@ def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_with_one_line(tmp_
     command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, main.__file__, *options]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
     assert done.returncode == 8, done.stdout + done.stderr
-    assert "a DataLoader worker cannot hand over a batch: unable to allocate shared memory" in done.stderr
-    assert (
-        "error: a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm" in done.stderr
-    )
+    (line,) = [line for line in done.stderr.splitlines() if "DataLoader worker" in line]
+    assert line.startswith("error: a DataLoader worker cannot hand over a batch: unable to allocate shared memory")
+    assert "; if memory ran out: lower --workers, or enlarge /dev/shm; nothing was saved yet: start all" in line
     assert "Traceback" not in done.stderr

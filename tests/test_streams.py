@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp.checkpoint.state import snapshot
-from ddp.distributed.streams import CpuStreams, CudaStreams
+from ddp.distributed.tensors import CpuStreams, CudaStreams
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
         def __init__(self, device: Any = None) -> None:
             pass
+
+        def record_event(self) -> Event:
+            event = Event()
+            event.record(self)
+            return event
 
         def wait_event(self, event: Event) -> None:
             log.append(f"{self.name}: wait {event.name}")

@@ -66,15 +66,16 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
         ("ddp.distributed.seeds", "ddp.data.loader"),
         ("ddp.data.sampler", "ddp.checkpoint.checkpoint_file"),
         ("ddp.checkpoint.state", "ddp.training.meter"),
-        ("ddp.training.schedule", "ddp.entrypoint.launch"),
-        ("ddp.entrypoint.spawn", "ddp.training.profiler"),
-        ("ddp.launcher.options", "ddp.distributed.rank_env"),
-        ("ddp.distributed.rendezvous", "ddp.launcher.agent"),
-        ("ddp.training.profiler", "config"),
-        ("ddp.data.download", "data"),
-        ("ddp.entrypoint.launch", "main"),
+        ("ddp.training.schedule", "ddp.entrypoint.run_main"),
+        ("ddp.entrypoint.preflight", "ddp.training.throughput"),
+        ("ddp.launcher.launch_options", "ddp.distributed.rank_env"),
+        ("ddp.distributed.store", "ddp.launcher.launch_node"),
+        ("ddp.training.throughput", "config"),
+        ("ddp.data.reader", "data"),
+        ("ddp.data.dataset", "images"),
+        ("ddp.entrypoint.run_main", "main"),
         ("ddp.core.errors", "torch"),
-        ("ddp.launcher.agent", "torch"),
+        ("ddp.launcher.launch_node", "torch"),
     ],
 )
 def test_the_linter_names_both_modules_of_an_import_in_the_wrong_direction(
@@ -143,6 +144,13 @@ def test_no_torch_is_loaded_before_the_options_are_checked() -> None:
     assert not loaded & {"torch", "torchvision", "numpy", "tensorboard", "PIL"}
 
 
+def test_only_data_and_predict_import_images() -> None:
+    """An owner whose data are not images deletes images.py and predict.py, and replaces data.py."""
+    files = [*SOURCES, *(TEMPLATE / "tests").glob("*.py")]
+    assert {file.name for file in files if {"images", "predict"} & set(imports_of(file))} == {"data.py", "predict.py"}
+    assert len((TEMPLATE / "images.py").read_text(encoding="utf-8").splitlines()) <= 420
+
+
 # Packages
 
 
@@ -197,7 +205,8 @@ def test_a_room_is_described_in_at_most_five_lines(room: Path) -> None:
 
 def test_the_owners_files_are_short() -> None:
     lines = {name: len((TEMPLATE / name).read_text(encoding="utf-8").splitlines()) for name in OWNERS_FILES}
-    assert sum(lines.values()) <= 500, lines
+    assert sum(lines.values()) <= 400 and lines["main.py"] <= 115, lines
+    assert len((TEMPLATE / "images.py").read_text(encoding="utf-8").splitlines()) <= 420
 
 
 def test_a_task_is_three_files_and_a_readme() -> None:

@@ -13,10 +13,10 @@ import torch
 from outputs import lines, newest
 
 import data
+import images
 import main
 from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.data import images
-from ddp.data.split import split_by_class
+from images import split_by_class
 from processes import start, train
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def better_in_epoch(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
     """Make the run believe that its evaluation after epoch `best` is better than all others."""
     numbers = iter(range(1, 100))
-    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: -abs(next(numbers) - best))
+    monkeypatch.setattr(main.task, "metric_for_best_model", lambda metrics: -abs(next(numbers) - best))
 
 
 def results(output: str, part: str) -> list[str]:
@@ -159,9 +159,9 @@ def test_a_run_stops_early_and_stays_stopped(tmp_path: Path, monkeypatch: pytest
     options = (*OPTIONS, "--epochs", 9, "--output-dir", tmp_path, "--patience")
     with monkeypatch.context() as patch:
         values = iter([5.0, 4.0, 6.0])
-        patch.setattr(main, "metric_for_best_model", lambda metrics: next(values))
+        patch.setattr(main.task, "metric_for_best_model", lambda metrics: next(values))
         train(1, *options, 2, "--max-steps", 30)  # 3 epochs
-    monkeypatch.setattr(main, "metric_for_best_model", lambda metrics: 3.0)
+    monkeypatch.setattr(main.task, "metric_for_best_model", lambda metrics: 3.0)
     train(1, *options, 2, "--max-steps", 40)
     output = train(2, *options, 2, "--batch-size", 16)
     assert "stopping early: no better validation metric in 2 epochs (--patience)\n" in output

@@ -51,14 +51,15 @@ from benchmark_report import (
 from config import Config
 from data import load_datasets
 from ddp.core.errors import UsageError
-from ddp.core.options import OptionParser, number, positive
+from ddp.core.host import available_cores
+from ddp.core.options import OptionParser, number
 from ddp.data.dataset import check_datasets
 from ddp.data.loader import TrainLoader
-from ddp.distributed.process_group import DistContext, available_cores, check_backend, init_distributed
+from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
-from ddp.distributed.tree import map_tensors
-from ddp.entrypoint.launch import run, run_and_exit
+from ddp.distributed.tensors import map_tensors
+from ddp.entrypoint.run_main import run, run_and_exit
 from ddp.training.wrapping import accumulate, autocast, check_model, choose_algorithms, model_name, wrap_model
 from model import build_model, build_optimizer, compute_loss, forward
 
@@ -302,9 +303,9 @@ def command() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    above_0 = number(float, 0, exclusive=True)
+    above_0 = number(float, above=0)
     parser.add_argument("--seconds", type=above_0, default=2.0, help="duration of a measurement (default: 2)")
-    parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: 3)")
+    parser.add_argument("--repeats", type=number(int, 1), default=3, help="rounds (default: 3)")
     parser.add_argument(
         "--output", type=Path, default="runs/benchmark", help="directory of CSV and plot (default: runs/benchmark)"
     )

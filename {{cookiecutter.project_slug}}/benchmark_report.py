@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp.distributed.process_group import plural
+from ddp.core.errors import plural
 
 ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
 NO_SYNC, DATA = "without all-reduce", "with real data"

@@ -10,36 +10,37 @@ from functools import partial
 from pathlib import Path
 
 from ddp.core.errors import UsageError
-from ddp.core.options import directory, number, option
-from ddp.core.run_config import RunConfig, check_command_line
+from ddp.core.options import option
+from ddp.core.run_config import RunConfig
 
-# Options in three sections of --help. A default of None needs kind=, a function that reads the value from text.
-# --evaluate takes those in the sections data and training from the checkpoint.
-# may_change_on_resume=True: a resumed run may have another value; otherwise it is refused.
-# per_process=True: the processes of a run may have different values, such as paths; otherwise that is refused.
-data_option, training_option, speed_option = (
-    partial(option, section=section) for section in ("data", "training", "speed")
-)
+# Options in three sections of --help, annotated as bool, int, float or str, or as one of these | None. They may have
+# limits (min=, above=, max=) or choices=. --evaluate takes those in data and training from the checkpoint.
+# A resumed run with another value is refused, unless the option says may_change=True.
+# A path_option may differ between the processes of a run, and when it resumes.
+data_option, training_option, speed_option = (partial(option, section=each) for each in ("data", "training", "speed"))
+path_option = partial(data_option, metavar="PATH", per_process=True)
 
 
-# fmt: off
 @dataclass
 class Config(RunConfig):
     """The options of one run."""
 
-    dataset: str = data_option("cifar10", "what to train on: cifar10, synthetic, imagefolder, or what you add to load_datasets in data.py")
-    data_dir: str = data_option("data", "directory of cifar10, or the one with train/CLASS/*, val/CLASS/* and test/CLASS/*", kind=directory, may_change_on_resume=True, per_process=True)
-    val_fraction: float | None = data_option(None, "cifar10; imagefolder without val/: the part of the training samples that validates (default: 0.1); 0: none", kind=number(float, 0, max=0.9), may_change_on_resume=True)
-    cache: str | None = data_option(None, "imagefolder: decode all images once into a file in this directory, and read them from it", kind=directory, may_change_on_resume=True, per_process=True)
-    image_size: int = data_option(32, "height and width of the images, in pixels", kind=number(int, 8))
+    dataset: str = data_option("cifar10", "cifar10, synthetic, imagefolder, or what you add to load_datasets")
+    data_dir: str = path_option(
+        "data", "directory of cifar10, or the one with train/CLASS/*, val/CLASS/* and test/CLASS/*"
+    )
+    val_fraction: float | None = data_option(
+        None, "part of the training samples that validates (default: 0.1 without val/)", min=0, max=0.9, may_change=True
+    )
+    cache: str | None = path_option(None, "imagefolder: decode all images once into a file in this directory")
+    image_size: int = data_option(32, "height and width of the images, in pixels", min=8)
 
     model: str = training_option("ToyModel", "ToyModel, or a classification model of torchvision, such as resnet18")
-    lr: float = training_option(0.03, "peak learning rate", kind=number(float, 0, exclusive=True))
-    momentum: float = training_option(0.9, "momentum of SGD", kind=number(float, 0, max=1))
-    weight_decay: float = training_option(5e-4, "weight decay of SGD", kind=number(float, 0))
+    lr: float = training_option(0.03, "peak learning rate", above=0)
+    momentum: float = training_option(0.9, "momentum of SGD", min=0, max=1)
+    weight_decay: float = training_option(5e-4, "weight decay of SGD", min=0)
 
-    channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change_on_resume=True)
-# fmt: on
+    channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change=True)
 
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
@@ -58,7 +59,3 @@ class Config(RunConfig):
             raise UsageError(f"--cache is for --dataset imagefolder: {self.dataset} is in memory anyway")
         if self.val_fraction is not None and self.dataset == "synthetic":
             raise UsageError("--val-fraction: synthetic has a validation set; remove the option")
-
-
-if __name__ == "__main__":
-    check_command_line(Config)

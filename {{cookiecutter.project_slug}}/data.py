@@ -1,22 +1,21 @@
-"""The datasets and their transforms. Edit me: main.py needs load_datasets.
+"""The datasets and their transforms. Edit this file: main.py calls load_datasets.
 
-The datasets below transform whole batches, on the device: for small images, that is many times faster than one by one.
-To do more than build_transforms offers, override `augment` or `prepare`, and use your class in place of the original:
+The datasets of images.py transform whole batches on the device. To change more than build_transforms offers, override
+`augment` or `prepare`, and use your class in place of the original:
 
     class Darker(ImagesInMemory):
         def augment(self, batch, epoch):
             targets, samples, images = super().augment(batch, epoch)  # images [b, 3, h, w] uint8
             return targets, samples, images // 2
 
-Any other torch Dataset of (input, target) works too, for example with torchvision's transforms; build_model in model.py
-also needs its list of `classes`. The loader seeds random numbers by sample and epoch, so a resumed run draws the same:
+Any other torch Dataset of (input, target) works too; build_model in model.py also needs its list of `classes`. With
+torchvision's transforms, the random numbers of a resumed run are the same, because the loader seeds them per sample:
 
     from torchvision import datasets, transforms
-
     to_input = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     augment = [transforms.RandomResizedCrop(config.image_size), transforms.RandomHorizontalFlip()]
-    resize = [transforms.Resize(config.image_size), transforms.CenterCrop(config.image_size)]
     train_set = datasets.ImageFolder(f"{config.data_dir}/train", transforms.Compose([*augment, *to_input]))
+    resize = [transforms.Resize(config.image_size), transforms.CenterCrop(config.image_size)]
     val_set = datasets.ImageFolder(f"{config.data_dir}/val", transforms.Compose([*resize, *to_input]))
     result = Datasets(train_set, val_set)
 """
@@ -29,10 +28,9 @@ import torch.nn.functional as F
 
 from config import Config
 from ddp.core.errors import SetupError, UsageError
-from ddp.data.cifar10 import load_cifar10
 from ddp.data.dataset import Datasets
-from ddp.data.images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once
 from ddp.distributed.seeds import derive_seed
+from images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once, load_cifar10
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
 VAL_FRACTION = 0.1  # of the training samples, unless --val-fraction is given
@@ -40,10 +38,9 @@ SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 
 
 def load_datasets(config: Config) -> Datasets:
-    """Training, validation and test set. Raises SetupError if data are missing or cannot be read.
+    """Training, validation and test set. To add a dataset, add its function here, with its name for --dataset.
 
-    To add a dataset, add its function here, with its name for --dataset. Raises UsageError for any other name.
-    Every rank runs this before it connects to the others, so that errors appear at once.
+    Every rank calls this before it connects to the others. Raises SetupError if data are missing or cannot be read.
     """
     functions = {"cifar10": cifar10, "synthetic": synthetic, "imagefolder": imagefolder}
     if config.dataset not in functions:
@@ -67,17 +64,14 @@ def build_transforms(config: Config) -> ImageTransforms:
 
 
 def cifar10(config: Config) -> Datasets:
-    """CIFAR-10, held in memory as uint8. A part of its training set validates. It is downloaded once per machine."""
+    """CIFAR-10, downloaded once per machine, in memory as uint8. A part of its training set is the validation set."""
     transforms = build_transforms(config)
     train_set, test_set = (ImagesInMemory(*part, transforms) for part in load_cifar10(Path(config.data_dir)))
     return Datasets(*_split(train_set, config), test_set)
 
 
 def synthetic(config: Config) -> Datasets:
-    """Made from the seed, shaped like CIFAR-10, and easy to learn.
-
-    A class is a smooth random picture; a sample is that picture, fainter or stronger, with noise.
-    """
+    """Made from the seed, easy to learn: a class is a smooth random picture; a sample is it, fainter or stronger."""
     generator = torch.Generator().manual_seed(derive_seed(config.seed))
     pictures = F.interpolate(torch.randn(10, 3, 6, 6, generator=generator), size=(32, 32), mode="bicubic")
     transforms, classes, parts = build_transforms(config), [f"class {number}" for number in range(10)], {}
@@ -93,13 +87,10 @@ def synthetic(config: Config) -> Datasets:
 
 
 def imagefolder(config: Config) -> Datasets:
-    """Images in train/CLASS/*, val/CLASS/* and test/CLASS/*. With --cache, they are decoded only once.
-
-    Without val/, a part of train/ validates. Without test/, there is no test set.
-    """
+    """Images in train/CLASS/*, val/CLASS/* and test/CLASS/*; without val/, a part of train/ is the validation set."""
     root, transforms = Path(config.data_dir), build_transforms(config)
     if not (root / "train").is_dir():
-        raise SetupError(f"--data-dir {root}: needs train/CLASS/*, and if there are such, val/CLASS/* and test/CLASS/*")
+        raise SetupError(f"--data-dir {root}: needs train/CLASS/*; val/CLASS/* and test/CLASS/* are optional")
     parts = {part: ImageFiles(root / part, transforms) for part in ("train", "val", "test") if (root / part).is_dir()}
     for part, dataset in parts.items():
         if dataset.classes != parts["train"].classes:

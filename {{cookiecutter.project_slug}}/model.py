@@ -1,8 +1,4 @@
-"""The model, its optimizer, its loss and its metrics. Edit me.
-
-main.py imports build_model, build_optimizer, forward, compute_loss, batch_totals, compute_metrics and
-metric_for_best_model.
-"""
+"""The model, its optimizer, its loss and its metrics. Edit me: main.py calls the public functions, as `task`."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -14,10 +10,7 @@ from torch import Tensor, nn
 
 
 class ToyModel(nn.Module):
-    """The small network of PyTorch's CIFAR-10 tutorial.
-
-    Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
-    """
+    """The small network of https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html."""
 
     def __init__(self, classes: int = 10, image_size: int = 32) -> None:
         super().__init__()
@@ -65,7 +58,7 @@ def forward(model: nn.Module, inputs: Any, targets: Any) -> Any:
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation.
 
-    What belongs to training alone, such as label smoothing, depends on torch.is_grad_enabled(): evaluations have none.
+    Label smoothing, for example, belongs to training alone: use it only if torch.is_grad_enabled().
     """
     return F.cross_entropy(outputs, targets)
 
@@ -109,10 +102,8 @@ def _torchvision_model(config: Any, classes: int) -> nn.Module:
     if name not in names:
         near = ", ".join(get_close_matches(name, names) or names)
         raise ModelError(f"--model {name}: neither ToyModel nor one of torchvision's, such as {near}")
-    options: dict[str, Any] = {"num_classes": classes}
-    if name in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": False, "init_weights": True}  # one output, like the others
-    model = torchvision.models.get_model(name, **options).train(not config.evaluate)
+    one_output = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    model = torchvision.models.get_model(name, num_classes=classes, **one_output).train(not config.evaluate)
     shapes = {key: tensor.to("meta") for key, tensor in model.state_dict().items()}
     try:  # with shapes only, at no cost: a model that is too deep for small images fails here
         torch.func.functional_call(model, shapes, torch.empty(batch, 3, size, size, device="meta"))

@@ -1,4 +1,4 @@
-"""The most likely classes of images, by a trained model. Edit me if your inputs are no images in files.
+"""The most likely classes of image files, by a trained model. If your data are not images, delete this file.
 
 python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
 """
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from config import Config
-from ddp.checkpoint.saved_options import load_checkpoint
+from ddp.checkpoint.reuse import load_checkpoint
 from ddp.core.errors import UsageError
-from ddp.core.options import OptionParser, positive
-from ddp.data.saved_dataset import SavedImages
-from ddp.entrypoint.launch import run_and_exit
+from ddp.core.options import OptionParser, number
+from ddp.entrypoint.run_main import run_and_exit
+from images import SavedImages
 from model import build_model, forward
 
 BATCH_SIZE = 64
@@ -25,14 +25,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = OptionParser(usage="python predict.py CHECKPOINT IMAGE [IMAGE ...] [--top N]", description=__doc__)
     parser.add_argument("checkpoint", help="such as runs/cifar10-ToyModel/best.pt", type=Path)
     parser.add_argument("images", help="image files", nargs="+", type=Path)
-    parser.add_argument("--top", help="classes to print for each image", type=positive, default=3)
+    parser.add_argument("--top", help="classes to print for each image", type=number(int, 1), default=3)
     given = parser.parse_args(words)
 
     content, config = load_checkpoint(given.checkpoint, Config)
     description = content["dataset"]
-    if not description["classes"] or not description["images"] or "model" not in content:
+    if not description["classes"] or not description.get("images") or "model" not in content:
         what = "holds no classes, or does not know how its images were prepared"
-        raise UsageError(f"{given.checkpoint} {what}: edit predict.py, where a dataset of your own can do it")
+        raise UsageError(f"{given.checkpoint} {what}: edit predict.py, so that your own dataset prepares them")
     dataset = SavedImages(description)
     model = build_model(config, dataset)
     model.load_state_dict(content.get("ema", content["model"]))  # what was evaluated

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import Config
-from ddp.data.cifar10 import LabelledImages, load_cifar10
 from ddp.data.dataset import Datasets
-from ddp.data.images import ImagesInMemory, ImageTransforms
 from ddp.distributed.seeds import derive_seed
+from images import ImagesInMemory, ImageTransforms, LabelledImages, load_cifar10
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10
 SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}

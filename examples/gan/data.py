@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from config import Config
-from ddp.data.cifar10 import load_cifar10
 from ddp.data.dataset import Datasets
-from ddp.data.images import ImagesInMemory, ImageTransforms
 from ddp.distributed.seeds import derive_seed
+from images import ImagesInMemory, ImageTransforms, load_cifar10
 
 NOISE = 100  # numbers from which an image is generated
 VALIDATION = 5_000  # images of CIFAR-10, the last of the training images

@@ -63,15 +63,16 @@ class DCGAN(nn.Module):
         return {
             "real": self.discriminator(images),
             "fake": self.discriminator(generated.detach()),
-            "fooled": self.judge(generated),
+            "fooled": judge(self.discriminator, generated),
             "images": images,
             "generated": generated.detach(),
         }
 
-    def judge(self, images: Tensor) -> Tensor:
-        """The discriminator's logits, with its weights held constant: a gradient reaches only what made the images."""
-        constants = {name: weight.detach() for name, weight in self.discriminator.named_parameters()}
-        return torch.func.functional_call(self.discriminator, constants, images)
+
+def judge(discriminator: nn.Module, images: Tensor) -> Tensor:
+    """The discriminator's logits, with its weights held constant: a gradient reaches only what made the images."""
+    constants = {name: weight.detach() for name, weight in discriminator.named_parameters()}
+    return torch.func.functional_call(discriminator, constants, images)
 
 
 def build_model(config: Any, train_set: Any) -> DCGAN:

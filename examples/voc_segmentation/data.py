@@ -10,8 +10,8 @@ from torch import Tensor
 
 from config import Config
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.download import downloading
 from ddp.distributed.seeds import derive_seed
+from images import downloading
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IGNORE = 255  # borders of objects, and everything outside of an image

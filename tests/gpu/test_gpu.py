@@ -45,7 +45,7 @@ def test_data_in_memory(project: Project, tmp_path: Path, answer: Answer) -> Non
     """Are the losses the same with data on the GPU, in host memory, and read by workers?"""
     project.train(*FAST, "--max-steps", 30, "--deterministic", "--output-dir", tmp_path / "device")
     project.train(*FAST, "--max-steps", 30, "--deterministic", "--output-dir", tmp_path / "worker", "--workers", 1)
-    project.edit("import ddp.data.images\nddp.data.images.MAX_GPU_SHARE = 0")
+    project.edit("import images\nimages.MAX_GPU_SHARE = 0")
     project.train(*FAST, "--max-steps", 30, "--deterministic", "--output-dir", tmp_path / "host")
     found = [losses(tmp_path / name) for name in ("device", "worker", "host")]
     assert found[0] == found[1] == found[2] and len(found[0]) == 3
@@ -59,15 +59,17 @@ def test_augmented_bytes(project: Project, answer: Answer) -> None:
         import torch, data
         from config import Config
         for extra in ([], ["--channels-last"]):
-            train_set, _ = data.load_datasets(Config.parse(["--dataset=synthetic", *extra]))
+            train_set, *_ = data.load_datasets(Config.parse(["--dataset=synthetic", *extra]))
             found = []
             for device in ("cpu", "cuda"):
                 if device == "cuda":
                     train_set.images, train_set._copies = train_set.images.cuda(), None
                 batch = [part.to(device) for part in train_set.__getitems__(list(range(512)))]
-                found.append(train_set.augment(batch, 3)[2].cpu())
+                augmented = train_set.augment(batch, 3)
+                found.append(augmented[2].cpu())
+                inputs, _ = train_set.prepare(augmented)
+                assert inputs.is_contiguous(memory_format=train_set.transforms.memory_format)
             assert torch.equal(*found)
-            assert found[0].is_contiguous(memory_format=train_set.transforms.memory_format)
         print("equal")
     """
     assert project.run("-c", "\n".join(line[8:] for line in code.splitlines())) == "equal\n"
@@ -93,7 +95,7 @@ ddp.distributed.stop_sync.StopSync.maybe_sync = lambda self: None
 @pytest.mark.parametrize("place", ["device", "host", "worker"])
 def test_no_synchronisation(project: Project, tmp_path: Path, place: str, answer: Answer) -> None:
     """Does a step run without waiting for the GPU?"""
-    in_host_memory = "\nimport ddp.data.images\nddp.data.images.MAX_GPU_SHARE = 0" if place == "host" else ""
+    in_host_memory = "\nimport images\nimages.MAX_GPU_SHARE = 0" if place == "host" else ""
     project.edit(SYNC_CHECK + in_host_memory)
     workers = ("--workers", 1) if place == "worker" else ()
     project.train(*FAST, *workers, "--log-every", 1000, "--max-steps", 50, "--output-dir", tmp_path / "out")
@@ -178,7 +180,7 @@ def test_save(project: Project, answer: Answer) -> None:
     code = """
         import time, torch
         from ddp.checkpoint.state import snapshot
-        from ddp.distributed.streams import streams_of
+        from ddp.distributed.tensors import streams_of
         device = torch.device("cuda", 0)
         streams, state = streams_of(device), {"weights": [torch.randn(1 << 26, device=device) for _ in range(8)]}
         for _ in range(2):  # the first time, the pinned memory is allocated

@@ -2,11 +2,11 @@
 
     core/         errors and exit codes, options, signals, files, logs, network facts; no torch
     distributed/  ranks, rendezvous, process group, stops and failures that all ranks share, seeds
-    data/         which sample goes to which rank, DataLoader workers, fast image data, downloads
+    data/         datasets: which sample goes to which rank, DataLoader workers, seeds, checks of the first batch
     checkpoint/   what a checkpoint holds, how it is written and verified, how a run resumes
     training/     DDP wrapping, learning rate, metrics, logs, the output directory, the run
-    entrypoint/   launch(main, Config), --nproc, the ranks' part of launch_node.sh --check
     launcher/     what launch_node.sh runs: machines connect, torchrun, restarts; no torch
+    entrypoint/   launch(main, Config), --nproc, the ranks' part of launch_node.sh --check
 
 A room imports only rooms above it; launcher imports core alone. Nothing in here imports main, model, data or config.
 """

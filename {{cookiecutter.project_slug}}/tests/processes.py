@@ -22,7 +22,7 @@ import torch.utils.tensorboard
 from config import Config
 from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv
-from ddp.entrypoint.launch import run_as_rank
+from ddp.entrypoint.run_main import run_as_rank
 
 torch.set_num_threads(1)  # a thread pool of the parent would not survive the fork
 

@@ -36,10 +36,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 51, "test": 50}, raising=False)
 
 
+COMPUTE_LOSS = model.compute_loss
+
+
 def slow_loss(*batch: Any) -> Any:
     """The loss, 50 ms later, so that a test can kill the run before it ends."""
     time.sleep(0.05)
-    return model.compute_loss(*batch)
+    return COMPUTE_LOSS(*batch)
 
 
 def newest_checkpoint(output_dir: Path) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(
     options = [*OPTIONS, "--epochs", 3, "--checkpoint-every", 3, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(main, "compute_loss", slow_loss)
+        patch.setattr(main.task, "compute_loss", slow_loss)
         ranks = start(2, *options, tmp_path / "killed")
     end = time.monotonic() + 180
     while not (tmp_path / "killed" / "checkpoints" / "step_00000006.pt").exists():

@@ -26,8 +26,10 @@ class Tokens(BatchDataset):
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.block_size
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.get_batch(len(indices))
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """A random piece: the loader seeds torch for each sample and epoch."""
+        x, y = self.get_batch(1)
+        return x[0], y[0]
 
     def get_batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
         data, block_size = self.data, self.block_size

@@ -8,13 +8,12 @@ import hashlib
 import os
 import pickle
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ddp.core.files import atomic_write
+from ddp.core.files import atomic_write, sync_directory
 
 FORMAT = 3
 BLOCK = 1 << 20  # bytes that are read at once
@@ -39,10 +38,20 @@ def write(path: Path, content: dict[str, Any]) -> None:
         writer.finish()
 
 
-def copy(source: Path, path: Path) -> None:
-    """Copy a checkpoint to `path`, as safely as `write`."""
-    with source.open("rb") as original, atomic_write(path, durable=True) as file:
-        shutil.copyfileobj(original, file, BLOCK)
+def link(source: Path, path: Path) -> None:
+    """Make `path` the same checkpoint as `source`, as safely as `write`: a hard link, or a copy where links fail.
+
+    No checkpoint is ever changed in place, so a link is as good as a copy.
+    """
+    tmp_path = path.with_name(f"{path.name}.link.tmp")  # not the name that atomic_write would open and truncate
+    try:
+        os.link(source, tmp_path)
+    except OSError:  # not on exFAT, on some network file systems, or between two file systems
+        with source.open("rb") as original, atomic_write(path, durable=True) as file:
+            shutil.copyfileobj(original, file, BLOCK)
+        return
+    tmp_path.replace(path)
+    sync_directory(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -73,34 +82,30 @@ def verify(path: Path) -> None:
     except OSError as error:
         raise InvalidCheckpoint(f"it cannot be read: {error.strerror}") from error
     if not comment.startswith(COMMENT_PREFIX):
-        raise InvalidCheckpoint(
-            "it is truncated, or damaged, or not a checkpoint of this project: it has no digest at its end"
-        )
+        reason = "it is truncated, or damaged, or not a checkpoint of this project: it has no digest at its end"
+        raise InvalidCheckpoint(reason)
     if comment != COMMENT_PREFIX + digest.hexdigest().encode():
         raise InvalidCheckpoint("its digest does not match: it was damaged after it was written")
 
 
-@dataclass
 class HashingWriter:
     """A file for torch.save: computes the digest on the way, and holds back the end record to add a comment to it."""
 
-    file: IO[bytes]
-    digest: Any = field(default_factory=hashlib.sha256)
-    held_back: bytes = b""
-    error: OSError | None = None
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest, self.held_back = file, hashlib.sha256(), b""
+        self.flush = file.flush
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if view.nbytes < END_RECORD_LENGTH:
-            view = memoryview(self.held_back + view.tobytes())
+        size = view.nbytes
+        if size < END_RECORD_LENGTH:
+            view = memoryview(self.held_back + view)
         else:  # perhaps large: pass it on without a copy
             self._put(self.held_back)
         self._put(view[:-END_RECORD_LENGTH])
-        self.held_back = view[-END_RECORD_LENGTH:].tobytes()
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        self.file.flush()
+        self.held_back = bytes(view[-END_RECORD_LENGTH:])
+        return size
 
     def finish(self) -> None:
         """Write the end record, and the digest as the comment."""

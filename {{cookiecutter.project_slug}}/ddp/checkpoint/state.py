@@ -1,16 +1,46 @@
-"""State in memory: copy it for a checkpoint, check it, reduce it to a digest."""
+"""State in memory: the progress of a run; copy state for a checkpoint, check it, reduce it to a digest."""
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ddp.distributed.streams import Copy, CpuStreams, Mark
-from ddp.distributed.tree import map_tensors
+from ddp.distributed.tensors import Copy, CpuStreams, Mark, leaves, map_tensors
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+
+
+@dataclass
+class TrainState:
+    """The progress of a run. `samples_consumed`: samples of the current epoch that all ranks together have used."""
+
+    step: int = 0
+    epoch: int = 0
+    samples_consumed: int = 0
+    best: float | None = None  # the highest value of the metric for the best model
+    best_step: int = 0
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_step: int | None = None  # the step of the last evaluation
+    epochs_since_best: int = 0
+    logged_step: int = 0  # the last step that a logged training figure covers
+    epoch_start: int = 0  # the last step before this epoch
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "TrainState":
+        """The progress that a checkpoint holds. One of an earlier version may lack a field."""
+        return cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})
+
+    def update_best(self, value: float, metrics: Mapping[str, float]) -> bool:
+        """Record `value` if it is the highest so far, and return whether it is. Any number is better than a NaN."""
+        if self.best is not None and not math.isnan(self.best) and not value > self.best:
+            return False
+        self.best, self.best_step, self.epochs_since_best = value, self.step, 0
+        self.best_metrics = {name: float(each) for name, each in metrics.items()}
+        return True
 
 
 def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
@@ -18,7 +48,7 @@ def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
 
     Raises TypeError if torch.load(weights_only=True) would refuse it.
     """
-    for keys, part in _leaves(state):
+    for keys, part in _named_leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
             place = "".join(f"[{key!r}]" for key in keys)
             reason = f"state{place} is of {type(part)}, which no checkpoint can hold"
@@ -39,17 +69,37 @@ def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
 
 def find_non_finite(state: Any) -> list[str]:
     """The names of the tensors in `state` with a value that is not finite."""
-    tensors = ((keys, part) for keys, part in _leaves(state) if isinstance(part, torch.Tensor))
     return [
         ".".join(map(str, keys))
-        for keys, part in tensors
-        if part.is_floating_point() and not torch.isfinite(part).all()
+        for keys, part in _named_leaves(state)
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all()
     ]
 
 
 def size_of(state: Any) -> int:
     """The bytes of all tensors in `state`."""
-    return sum(part.nbytes for _, part in _leaves(state) if isinstance(part, torch.Tensor))
+    return sum(part.nbytes for part in leaves(state) if isinstance(part, torch.Tensor))
+
+
+def digest(state: Any) -> str:
+    """SHA-256 of everything in `state`, tensors by their bytes."""
+    result = hashlib.sha256()
+
+    def add(tensor: torch.Tensor) -> None:
+        result.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        result.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+    result.update(repr(map_tensors(state, add)).encode())
+    return result.hexdigest()
+
+
+def _named_leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in `state` that is not a container, with the keys that lead to it."""
+    if isinstance(state, dict | list | tuple):
+        for key, part in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _named_leaves(part, (*keys, key))
+    else:
+        yield keys, state
 
 
 class UnsavedState:
@@ -60,16 +110,14 @@ class UnsavedState:
 
     def __init__(self, variables: Mapping[str, Any], saved: Collection[Any]) -> None:
         held = {identity for part in saved for identity in _held_by(part)}
-        ours = {tensor.data_ptr() for part in saved for tensor in _tensors(part)}
-        stateful = {
-            name: value
+        ours = {pointer for part in saved for pointer in _pointers(part)}
+        self.found = {
+            name: (value, _sample(value))
             for name, value in variables.items()
-            if not isinstance(value, type)
+            if not isinstance(value, type) and id(value) not in held
             if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-            if id(value) not in held
-            if not any(tensor.data_ptr() in ours for tensor in _tensors(value))  # a wrapper of the model
+            if ours.isdisjoint(_pointers(value))  # not a wrapper of the model
         }
-        self.found = {name: (value, _sample(value)) for name, value in stateful.items()}
 
     def changed(self) -> list[str]:
         """The names of those that have changed."""
@@ -86,32 +134,11 @@ def _held_by(part: Any, depth: int = 4) -> Iterator[int]:
                 yield from _held_by(held, depth - 1)
 
 
-def _tensors(part: Any) -> list[torch.Tensor]:
-    return [leaf for _, leaf in _leaves(part.state_dict()) if isinstance(leaf, torch.Tensor)]
+def _pointers(part: Any) -> list[int]:
+    return [leaf.data_ptr() for leaf in leaves(part.state_dict()) if isinstance(leaf, torch.Tensor)]
 
 
 def _sample(part: Any) -> list[Any]:
     """All plain values of an object's state, and the first numbers of each tensor."""
-    leaves = [leaf for _, leaf in _leaves(part.state_dict())]
-    return [leaf.flatten()[:8].tolist() if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-
-
-def digest(state: Any) -> str:
-    """SHA-256 of everything in `state`, tensors by their bytes."""
-    result = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> None:
-        result.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        result.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-    result.update(repr(map_tensors(state, add)).encode())
-    return result.hexdigest()
-
-
-def _leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in `state` that is not a container, with the keys that lead to it."""
-    if isinstance(state, dict | list | tuple):
-        for key, part in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _leaves(part, (*keys, key))
-    else:
-        yield keys, state
+    state = leaves(part.state_dict())
+    return [leaf.flatten()[:8].tolist() if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in state]

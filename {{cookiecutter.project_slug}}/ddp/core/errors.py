@@ -7,8 +7,10 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from typing import Any
 
 FAILURE_KEY = "failure"
 
@@ -131,3 +133,30 @@ def print_line(line: str, rank: int = 0) -> None:
     with suppress(OSError):  # the terminal may be closed
         sys.stderr.write(f"{prefix}{line}\n")
         sys.stderr.flush()
+
+
+def plural(number: int, word: str, ending: str = "s") -> str:
+    """`1 process`, `2 processes`."""
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
+def first_few(texts: Sequence[str], limit: int = 6) -> str:
+    """The first of many texts, and the number of the others."""
+    more = len(texts) - limit
+    return "; ".join(texts[:limit]) + (f"; and {more} more" if more > 0 else "")
+
+
+def differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], changed: str, only_first: str = "", only_second: str = ""
+) -> list[str]:
+    """How two mappings differ, as texts. `changed` and the others are formats with {name}, {first} and {second}.
+
+    Without `only_first` and `only_second`, a name that one of the two lacks counts as the value None there.
+    """
+    found = []
+    for name in {**first, **second}:
+        one, other = first.get(name), second.get(name)
+        text = only_first if name not in second else only_second if name not in first else ""
+        if text or one != other:
+            found.append((text or changed).format(name=name, first=one, second=other))
+    return found

@@ -1,16 +1,20 @@
-"""Write files atomically, and turn failures to write into one line."""
+"""The files of a run: atomic writes, status.json, and hashes of the source files. A failed write is one line."""
 
 import errno
+import hashlib
 import json
 import os
+import platform
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ddp.core.errors import StorageError
+from ddp.core.errors import ExitCode, StorageError
 
+PROJECT_DIR = Path(__file__).resolve().parents[2]
 TMP_PATTERN = "*.tmp"  # what a killed run leaves; the next run in this directory deletes it
 
 
@@ -20,7 +24,7 @@ def atomic_write(path: Path, mode: str = "wb", *, durable: bool = False) -> Iter
 
     durable=True also survives a power cut: the file is synced before the rename, the directory after it.
     """
-    tmp_path = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    tmp_path = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         with tmp_path.open(mode) as file:
             yield file
@@ -65,3 +69,46 @@ def storage_errors(path: Path, needed: int | None = None) -> Iterator[None]:
         raise StorageError(
             f"cannot write {where}: {reason}: {remedy}, then run the same command again; earlier checkpoints are intact"
         ) from error
+
+
+def write_status(output_dir: Path, **status: Any) -> None:
+    """Replace status.json, and record the process that wrote it."""
+    status |= {"pid": os.getpid(), "host": platform.node()}
+    try:
+        write_json(output_dir / "status.json", status)
+    except OSError:
+        if not status.get("exit_code"):
+            raise
+        # At the end of a failed run the disk may be full: overwrite the old file in place, or leave it as it is.
+        with suppress(OSError):
+            (output_dir / "status.json").write_text(json.dumps(status, indent=2) + "\n")
+
+
+def read_status(output_dir: Path) -> dict[str, Any]:
+    """The content of status.json; empty if there is none on this machine."""
+    with suppress(OSError, ValueError):
+        if isinstance(status := json.loads((output_dir / "status.json").read_text()), dict):
+            return status
+    return {}
+
+
+def correct_status(output_dir: Path, dead_pids: Collection[int], exit_code: int, message: str) -> None:
+    """If status.json reports one of `dead_pids` as running, record how the run ended instead."""
+    status = read_status(output_dir)
+    ours = status.get("host") == platform.node() and status.get("pid") in dead_pids
+    if status.get("state") == "running" and ours:
+        status |= {"state": "stopped" if exit_code == ExitCode.STOPPED else "failed"}
+        with suppress(OSError):
+            write_json(output_dir / "status.json", status | {"exit_code": exit_code, "message": message})
+
+
+def hash_source_files(project: Path = PROJECT_DIR) -> dict[str, str]:
+    """`the file NAME` -> the first 12 digits of its SHA-256, for launch_node.sh and every Python file of `project`."""
+    files = [project / "launch_node.sh", *project.glob("*.py")]
+    for folder in project.iterdir():  # those with Python files at their top level
+        with suppress(OSError):
+            if folder.name[0] != "." and folder.name != "tests" and any(folder.glob("*.py")):
+                files += folder.rglob("*.py")
+    files = sorted(file for file in files if file.is_file())  # an editor's lock, .#main.py, is a link to nothing
+    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
+    return {f"the file {file.relative_to(project)}": digits for file, digits in hashes.items()}

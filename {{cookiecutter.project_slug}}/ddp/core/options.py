@@ -1,24 +1,30 @@
-"""Options as dataclass fields: how a field becomes a command-line option, and how its value is checked."""
+"""Options as dataclass fields: how they are read from the command line or from a file, and how a value is checked."""
 
 import argparse
 import dataclasses
+import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from ddp.core.errors import UsageError
 
 HUGE = 10**12  # no option can be larger
 HELP_SECTIONS = ("data", "training", "speed", "run", "distributed")  # in the order of --help
+METAVARS = {int: "N", float: "X", str: "NAME"}  # what --help prints in place of a value
+OF_ONE_PROCESS = ("rank", "world_size", "local_rank", "init_method")  # in config.json, but not those of the next run
 
 
-def number(kind: type, min: float, *, exclusive: bool = False, max: float = HUGE) -> Callable[[str], Any]:
-    """A reader of numbers from `min` (excluded if `exclusive`) to `max`."""
-    allowed = f"{'an integer' if kind is int else 'a number'} {'>' if exclusive else '>='} {min:g}"
+def number(kind: type, min: float = -HUGE, max: float = HUGE, *, above: float | None = None) -> Callable[[str], Any]:
+    """A reader of numbers from `min`, or of those larger than `above`, to `max`."""
+    least = min if above is None else above
+    allowed = f"{'an integer' if kind is int else 'a number'} {'>=' if above is None else '>'} {least:g}"
     allowed += "" if max == HUGE else f" and <= {max:.12g}"
 
     def read(text: str) -> Any:
@@ -26,72 +32,41 @@ def number(kind: type, min: float, *, exclusive: bool = False, max: float = HUGE
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not min <= value <= max or (exclusive and value == min):  # nan is in no range
+        if not least <= value <= max or value == above:  # nan is in no range
             too_large = math.inf > value > HUGE == max
             raise argparse.ArgumentTypeError(f"{text!r} is too large" if too_large else f"{text!r} must be {allowed}")
         return value
 
-    read.__name__ = "n" if kind is int else "x"  # --help shows it, in capitals, in place of the value
     return read
 
 
-def directory(text: str) -> str:
-    """A path; it need not exist."""
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not the path of a directory")
-    return text
-
-
 def path(text: str) -> str:
-    """The path of a file, or a word for one."""
+    """The path of a file or directory, which need not exist."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
     return text
-
-
-def name(text: str) -> str:
-    """Any word."""
-    return text
-
-
-def url(text: str) -> str:
-    """`tcp://HOST:PORT` or `file:///PATH`."""
-    match = re.fullmatch(r"tcp://.+:([0-9]+)|file:///.+", text)
-    if match is None or not 0 < int(match[1] or 1) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not tcp://HOST:PORT or file:///PATH")
-    return text
-
-
-non_negative = number(int, 0)
-positive = number(int, 1)
 
 
 def option(
     default: Any,
     help: str,
     *,
-    kind: Any = None,  # a function that reads the value from text; by default, it follows from the type of `default`
+    min: float = -HUGE,
+    above: float | None = None,  # a limit that is not itself allowed
+    max: float = HUGE,
     choices: Sequence[str] = (),
-    may_change_on_resume: bool = False,  # if False, a resumed run with another value is refused as a different run
-    per_process: bool = False,  # whether the processes of one run may have different values
+    metavar: str = "",  # what --help prints in place of a value; "PATH" refuses an empty one
+    may_change: bool | None = None,  # whether a resumed run may have another value; by default, what per_process is
+    per_process: bool = False,  # whether the processes of one run may have different values, such as paths
     section: str = "training",  # of --help
-    variable: str | None = None,  # an environment variable that sets the option too
-    alias: str | None = None,  # another name of the option, as another program calls it
+    variable: str = "",  # an environment variable that sets the option as well
+    alias: str = "",  # another name of the option, as another program calls it
 ) -> Any:
-    """A dataclass field that is a command-line option."""
-    if kind is None:
-        assert default is not None, f"option({help!r}): pass kind=, since no type follows from the default None"
-        assert default is not True, f"option({help!r}): name the opposite, with the default False: a flag only sets"
-        is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        kind = number(type(default), -HUGE) if is_number else name
-    metadata = {
-        "help": help,
-        "kind": kind,
-        "choices": tuple(choices),
-        "section": section,
-        "variable": variable,
-        "alias": alias,
-    }
-    metadata |= {"may_change_on_resume": may_change_on_resume, "per_process": per_process}
-    return dataclasses.field(default=default, metadata=metadata)
+    """A dataclass field that is a command-line option. It is annotated as bool, int, float or str, or that | None."""
+    rules = dict(locals())  # the arguments
+    assert default is not True, f"option({help!r}): name the opposite, with the default False: a flag only sets"
+    rules["may_change"] = per_process if may_change is None else may_change
+    return dataclasses.field(default=rules.pop("default"), metadata=rules)
 
 
 def flag_of(field_name: str) -> str:
@@ -116,31 +91,35 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
         if message.startswith("unrecognized"):
-            first = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-            near = (
-                get_close_matches(first, self._option_string_actions, n=1, cutoff=0.75)
-                if first.startswith("--")
-                else []
-            )
-            message += f" (did you mean {near[0]}?)" if near else ""
-            message += self.unknown_hint
+            unknown = re.split("[ =]", message.removeprefix("unrecognized arguments: "))[0]
+            known = getattr(self, "_option_string_actions", ())  # a private name
+            near = get_close_matches(unknown, known, n=1, cutoff=0.75) if unknown.startswith("--") else []
+            message += "".join(f" (did you mean {name}?)" for name in near) + self.unknown_hint
         raise UsageError(f"{message}; see --help")
 
     def add_options(self, options_class: Any) -> None:
         """Add every option of a dataclass: in each section of --help, its own before those that it inherits."""
-        own = options_class.__annotations__
+        hints, own = get_type_hints(options_class), options_class.__annotations__
         for item in sorted(dataclasses.fields(options_class), key=lambda item: item.name not in own):
-            section, help, kind, choices = (item.metadata[key] for key in ("section", "help", "kind", "choices"))
-            if section not in self.sections:
-                self.sections[section] = self.add_argument_group(section)
-            settings: dict[str, Any] = {"action": "store_true"}
-            if item.default is not False:
-                help += "" if item.default in (None, "") else f" (default: {item.default})"
-                help += f" [{item.metadata['variable']}]" if item.metadata["variable"] else ""
-                settings = {"choices": choices} if choices else {"type": kind, "metavar": kind.__name__.upper()}
-            settings |= {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
-            names = [flag_of(item.name), *filter(None, [item.metadata["alias"]])]
-            self.sections[section].add_argument(*names, **settings)
+            rules, hint = item.metadata, hints[item.name]
+            kind = (get_args(hint) or [hint])[0]  # int | None -> int
+            assert kind is bool or kind in METAVARS, f"{item.name}: annotate an option as bool, int, float or str"
+            if rules["section"] not in self.sections:
+                self.sections[rules["section"]] = self.add_argument_group(rules["section"])
+            default = "" if kind is bool or item.default in (None, "") else f" (default: {item.default})"
+            variable = f" [{rules['variable']}]" if rules["variable"] else ""
+            settings = {"help": (rules["help"] + default + variable).replace("%", "%%")}
+            if kind is bool:
+                settings["action"] = "store_true"
+            elif rules["choices"]:
+                settings["choices"] = rules["choices"]
+            else:
+                settings["metavar"] = rules["metavar"] or METAVARS[kind]
+                readers = {str: path if rules["metavar"] == "PATH" else str}
+                settings["type"] = readers.get(kind) or number(kind, rules["min"], rules["max"], above=rules["above"])
+            names = filter(None, [flag_of(item.name), rules["alias"]])
+            value = os.environ.get(rules["variable"]) or argparse.SUPPRESS  # read like an argument, which wins
+            self.sections[rules["section"]].add_argument(*names, default=value, **settings)
 
 
 def with_hyphens(argument: str) -> str:
@@ -149,7 +128,31 @@ def with_hyphens(argument: str) -> str:
     return flag.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
-def environment_arguments(options_class: Any, environ: Mapping[str, str]) -> list[str]:
-    """Arguments for the options that an environment variable sets. Put them before the command line, which wins."""
-    variables = {flag_of(item.name): item.metadata["variable"] for item in dataclasses.fields(options_class)}
-    return [f"{flag}={environ[variable]}" for flag, variable in variables.items() if environ.get(variable or "")]
+def file_arguments(path: str) -> list[str]:
+    """The options of a TOML or JSON file, or of a run in its config.json, as arguments. Raises UsageError."""
+    kind = "TOML" if path.endswith(".toml") else "JSON (a TOML file ends with .toml)"
+    try:
+        loads: Any = json.loads
+        if kind == "TOML":
+            from tomllib import loads
+        options = loads(Path(path).read_text())
+    except ImportError as error:
+        raise UsageError(f"--config {path}: TOML needs Python 3.11 or newer; write it as JSON") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--config {path}: cannot be read as {kind}: {reason}") from error
+    if not isinstance(options, dict):
+        raise UsageError(f"--config {path}: needs names and values of options")
+    if isinstance(options.get("options"), dict):  # config.json of a run
+        options = {name: value for name, value in options["options"].items() if name not in OF_ONE_PROCESS}
+    words = []
+    for name, value in options.items():
+        if name == "config":
+            raise UsageError(f"--config {path}: a file cannot name another one")
+        if not isinstance(value, str | int | float | None):
+            raise UsageError(f"--config {path}: {name} must be one value, such as lr = 0.1")
+        if isinstance(value, bool):
+            words += [flag_of(name)] * value
+        elif value is not None:
+            words.append(f"{flag_of(name)}={value}")
+    return words

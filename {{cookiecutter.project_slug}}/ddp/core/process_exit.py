@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import linecache
 import multiprocessing
 import os
 import re
@@ -14,9 +13,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ddp.core.call_site import is_owner_file, stack_of_error
 from ddp.core.errors import (
     PeerFailed,
     PeerLost,
@@ -29,12 +27,9 @@ from ddp.core.errors import (
     report_error,
 )
 from ddp.core.files import atomic_write
+from ddp.core.stacks import is_owner_file, stack_of_error
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-KILLED_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.DOTALL)
-NOT_DETERMINISTIC = re.compile(r"^(?:\w+: )?(.+?) does not have a deterministic implementation, but", re.MULTILINE)
-NOT_TWO = re.compile(r"^(too many|not enough) values to unpack \(expected 2\b")
-TARGET_OUT_OF_BOUNDS = re.compile(r"^Target (-?\d+) is out of bounds")
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
@@ -44,8 +39,8 @@ REPORT_GRACE_S = 3.0
 class ProcessExit:
     """The exit of this process. There is one instance: `process_exit`, below."""
 
-    def __init__(self, rank: int = 0, report_grace_s: float = REPORT_GRACE_S) -> None:
-        self.rank, self.report_grace_s = rank, report_grace_s
+    def __init__(self) -> None:
+        self.rank, self.report_grace_s = 0, REPORT_GRACE_S
         self.exiting_with: int | None = None  # the exit code, once it is known
         self.resolving = False  # this process failed and is looking for the root cause
         self.signalled = threading.Event()  # set when the launcher signals a process that is already exiting
@@ -57,8 +52,8 @@ class ProcessExit:
         self.resolve_root_cause: Callable[[BaseException], BaseException] = lambda error: error
 
     def start(self, rank: int, report_grace_s: float = REPORT_GRACE_S) -> None:
-        """Reset for a process that has just learned its rank, and tell the launcher its process id."""
-        self.__init__(rank, report_grace_s)  # type: ignore[misc]
+        """Begin a process that has just learned its rank: tell the launcher its process id."""
+        self.rank, self.report_grace_s = rank, report_grace_s
         _write_worker_file("pid", str(os.getpid()))
 
     def record_saved(self, step: int) -> None:
@@ -101,14 +96,14 @@ class ProcessExit:
         with suppress(Exception):
             self.on_hard_exit(code, one_line(error))
         self._write_error_file(error, code)
-        os._exit(code)
+        exit_now(code)
 
     def _write_error_file(self, error: BaseException, code: int) -> None:
         """Write torchrun's error file, from which torchrun and launch_node.sh learn what happened."""
         info = {"timestamp": str(int(time.time())), "rank": self.rank, "cause": not isinstance(error, PeerFailed)}
         info |= {"step": self.step, "saved": self.saved_step}
-        message: dict[str, Any] = {"message": one_line(error), "errorCode": code, "extraInfo": info}
-        _write_worker_file(os.path.basename(os.environ.get(ERROR_FILE_VARIABLE, "")), json.dumps({"message": message}))
+        message = {"message": {"message": one_line(error), "errorCode": code, "extraInfo": info}}
+        _write_worker_file(os.path.basename(os.environ.get(ERROR_FILE_VARIABLE, "")), json.dumps(message))
 
 
 def _write_worker_file(name: str, text: str) -> None:
@@ -123,51 +118,32 @@ process_exit = ProcessExit()
 
 
 def translate_exception(error: BaseException) -> BaseException:
-    """The UserError for an error that torch reports like a bug, although the user can fix it; otherwise `error`."""
-    text = str(error)
+    """The UserError for an error that torch reports like a bug, although the user can fix it; otherwise `error`.
+
+    torch has no own type for these, except where its allocator is out of memory: their text decides.
+    """
     if hasattr(error, "exit_code"):
         return error
-    killed = isinstance(error, RuntimeError) and KILLED_WORKER.search(text)
+    text, trace = str(error), stack_of_error(error.__traceback__)
+    own = next((frame for frame in trace if is_owner_file(frame.file)), None)
+    where = f" ({os.path.basename(own.file)}, line {own.line})" if own else ""
+    killed = isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
     # A worker can also die while it hands over a batch. An error that a dataset raises has "Caught" in its message.
     disconnected = isinstance(error, ConnectionError | EOFError) and "Caught" not in text
-    in_loader = disconnected and "torch/utils/data/dataloader.py" in "".join(traceback.format_tb(error.__traceback__))
-    if killed or in_loader:
+    if killed or (disconnected and any(frame.file.endswith("torch/utils/data/dataloader.py") for frame in trace)):
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
-    if found := NOT_DETERMINISTIC.search(text):
-        operation = f"{found[1]}{_called_in(error)} has no deterministic form on this device"
-        return UsageError(f"--deterministic: {operation}: replace this operation, or remove --deterministic")
-    if isinstance(error, ValueError) and NOT_TWO.search(text) and _reads_batches(error):
-        remedy = "return two values from __getitem__ in data.py, or make them in `prepare`"
-        return UsageError(f"a batch is not (inputs, targets){_called_in(error)}: {remedy}")
-    if isinstance(error, IndexError) and (label := TARGET_OUT_OF_BOUNDS.search(text)):
+    operation, found, _ = text.partition(" does not have a deterministic implementation")
+    if found:
+        lacks = f"{operation.splitlines()[-1].rpartition(': ')[2]}{where} has no deterministic form on this device"
+        return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
+    if isinstance(error, IndexError) and (label := re.match(r"Target (-?\d+) is out of bounds", text)):
         remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"
-        return UsageError(f"a label is {label[1]}, for which the model has no output{_called_in(error)}: {remedy}")
+        return UsageError(f"a label is {label[1]}, for which the model has no output{where}: {remedy}")
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
-        return SetupError(_out_of_memory(text))
+        reason = ". ".join(text.splitlines()[0].split(". ")[:3]).rstrip(".")  # without torch's general advice
+        remedy = "lower --batch-size and raise --grad-accum-steps by the same factor"
+        return SetupError(f"out of GPU memory ({reason}): {remedy}")
     return error
-
-
-def _reads_batches(error: BaseException) -> bool:
-    """Whether a loop of main.py over batches raised `error`."""
-    frame = stack_of_error(error.__traceback__)[0]
-    code = linecache.getline(frame.file, frame.line)
-    return is_owner_file(frame.file) and bool(re.match(r"\s*for .*\binputs, targets\b", code))
-
-
-def _called_in(error: BaseException) -> str:
-    """The last line of the project's own code that led to `error`, as ` (model.py, line 7)`."""
-    own = [frame for frame in stack_of_error(error.__traceback__) if is_owner_file(frame.file)]
-    return f" ({os.path.basename(own[0].file)}, line {own[0].line})" if own else ""
-
-
-def _out_of_memory(text: str) -> str:
-    """One line for torch's report: what did not fit, the memory of the GPU, and the remedy."""
-    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
-    gpu = re.search(r"(GPU \d+) has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
-    what = f": {wanted[1]} more did not fit" if wanted else ""
-    where = f" on {gpu[1]}, which has {gpu[2]}, {gpu[3]} of it free" if gpu else ""
-    remedy = "lower --batch-size and raise --grad-accum-steps by the same factor"
-    return f"{'HIP' if 'HIP' in text else 'CUDA'} out of memory{what}{where}: {remedy}"
 
 
 def exit_process(code: int) -> NoReturn:
@@ -176,9 +152,15 @@ def exit_process(code: int) -> NoReturn:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()  # DataLoader workers ignore SIGTERM, and would be waited for
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
-    atexit._run_exitfuncs()
+    # Private names, called as Python does: the first waits for threads that are not daemons.
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name, lambda: None)()
     with suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without any clean-up, from any thread."""
     os._exit(code)

@@ -9,15 +9,10 @@ import logging
 import os
 import platform
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
-
-from ddp.core.call_site import Frame, format_stack, stack_of, waits_for_work
-from ddp.core.errors import print_line
-from ddp.core.process_exit import process_exit
 
 log = logging.getLogger(__name__)
 RANK_LOGS_VARIABLE = "DDP_RANK_LOGS"  # launch_node.sh sets it
@@ -64,21 +59,6 @@ def rank_log_path(output_dir: str | Path, rank: int) -> Path:
 def console(stream: Any) -> Any:
     """`stream` without the log file: for a progress bar."""
     return stream.console if isinstance(stream, _Tee) else stream
-
-
-def dump_stacks(main: list[Frame] | None = None) -> None:
-    """Print the stacks of this process on stderr, without idle threads. `main`: the main thread's, before it failed."""
-    main_thread = threading.main_thread().ident or 0
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    others = [thread for thread in sys._current_frames() if thread not in (main_thread, threading.get_ident())]
-    parts = [("main thread", main or stack_of(main_thread))]
-    stacks_of_others = [(f"thread {names.get(thread, thread)}", stack_of(thread)) for thread in others]
-    parts += [(name, stack) for name, stack in stacks_of_others if not waits_for_work(stack)]
-    stacks = "\n".join(f"{name}:\n{format_stack(stack)}" for name, stack in parts)
-    print_line(
-        f"the stacks of rank {process_exit.rank} (innermost call first; > marks your files):\n{stacks}",
-        process_exit.rank,
-    )
 
 
 class _Tee:

@@ -1,15 +1,33 @@
-"""Signals that ask a process to stop, and the processes that they are sent to."""
+"""Signals that ask a process to stop, and what they ask of a rank.
+
+While a run trains, all ranks save after a step and exit with 75. Before that, or on a second signal, the process exits
+at once. If the launcher is gone, all ranks save, but exit with 8: no user asked for that.
+"""
 
 import ctypes
+import logging
 import os
+import select
 import signal
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from ddp.core.errors import PeerFailed, PeerLost, QuitImmediately, Stopped, UserError
+from ddp.core.process_exit import exit_now, process_exit
+from ddp.core.stacks import dump_stacks
+
+log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_INTERVAL_S = 1.0  # one request may arrive twice: from the terminal or Slurm, and from the launcher
+POLL_INTERVAL_S = 0.5
+REPARENT_GRACE_S = 0.2  # the kernel's SIGTERM arrives before getppid changes
+TELL_PEERS_TIMEOUT_S = 0.5  # to tell the other ranks of an immediate exit
+NOTICE_AFTER_S = 1.5  # a stop that takes longer is announced
+LAUNCHER_GONE = 256  # a reason to stop that is not a signal; larger than all signals
 # Loaded here, and not in a DataLoader worker: after a fork, a lock of the dynamic loader may never be released.
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -22,6 +40,7 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.reason: int | None = None  # the first signal, or another reason to stop; None until then
+        self.text = ""  # why, in words, if the program asked for the stop
         self.second: signal.Signals | None = None
         self.requested_at = 0.0
 
@@ -45,16 +64,134 @@ class SignalHandler:
             self.second = signal.Signals(number)
             self.on_second()
 
-    def mark_requested(self, reason: int) -> None:
+    def mark_requested(self, reason: int, text: str = "") -> None:
         """A stop was requested, here or on another rank: the next signal counts as the second one."""
         if self.reason is None:
-            self.requested_at, self.reason = time.monotonic(), reason
+            self.requested_at, self.text, self.reason = time.monotonic(), text, reason
 
     def reason_for(self, number: int) -> int:
         return number
 
     def on_first(self) -> None: ...
     def on_second(self) -> None: ...
+
+
+class StopSignal(SignalHandler):
+    """What asks this rank to stop. `reason` is a signal, LAUNCHER_GONE or None. There is one instance, below.
+
+    A thread reads the signals from a pipe, to which Python writes them at once; handlers do not run while the main
+    thread waits in a collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defer_to_step_end = False  # True while a stop can wait for the end of a step
+        self.announced = False
+        self.late_at: float | None = None  # when a signal reached a process that was already exiting
+        self.parent: int | None = None  # the launcher's process id; 0 if it is in another PID namespace
+        self.deadline: tuple[float, BaseException] | None = None
+        self.mask: set[Any] = set()  # of blocked signals, while the process forks
+
+    def listen(self, parent: int | None = None) -> None:
+        """Receive signals from now on; with `parent`, the launcher's process id, also stop when it is gone."""
+        self.parent = parent
+        if parent is not None:
+            die_with_parent()
+            is_alive(parent)  # imports what a signal needs: a month later, the environment may have changed
+        pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self.install(in_thread=True)
+        # A signal to a forked process, such as one of a Pool, is no request to the rank, whose pipe it shares.
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forget)
+        threading.Thread(target=self._watch, args=(pipe,), name="stop signal", daemon=True).start()
+
+    def _block(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def _forget(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        self._unblock()
+
+    @contextmanager
+    def watchdog(self, seconds: float, error: BaseException) -> Iterator[None]:
+        """Print all stacks and exit with `error` unless the block ends in time."""
+        self.deadline = (time.monotonic() + seconds, error)
+        try:
+            yield
+        finally:
+            self.deadline = None
+
+    def _watch(self, pipe: int) -> None:
+        """In the thread, as all methods below."""
+        while True:
+            if select.select([pipe], [], [], POLL_INTERVAL_S)[0]:
+                for number in os.read(pipe, 512):
+                    if number in STOP_SIGNALS:
+                        self.receive(number)
+            if self.reason is None and self._launcher_gone():
+                self.receive(LAUNCHER_GONE)
+            # Not at once: a stop usually takes a moment, and launchers signal the survivors of a killed rank as well.
+            late = self.reason is not None and time.monotonic() - self.requested_at > NOTICE_AFTER_S
+            exiting = process_exit.resolving or process_exit.exiting_with is not None
+            if late and self.defer_to_step_end and not exiting and not self.announced:
+                self.announced = True
+                log.info("stop requested: saving and exiting after this step (signal again to quit immediately)")
+            deadline = self.deadline
+            if deadline is not None and time.monotonic() > deadline[0]:
+                dump_stacks(process_exit.rank)
+                process_exit.hard_exit(deadline[1])
+
+    def _launcher_gone(self) -> bool:
+        return self.parent is not None and os.getppid() != self.parent
+
+    def receive(self, number: int, frame: Any = None) -> None:
+        """Count one request; one that reaches a process that is already exiting hurries it."""
+        if process_exit.exiting_with is None:
+            return super().receive(number)
+        process_exit.signalled.set()
+        self.late_at = self.late_at or time.monotonic()
+        if time.monotonic() - self.late_at > REPEAT_INTERVAL_S:
+            exit_now(process_exit.exiting_with)  # something keeps the process: a thread of the user's, for example
+
+    def reason_for(self, number: int) -> int:
+        """Decide before the main thread can see the reason: the kernel also sends SIGTERM when the launcher dies."""
+        if number == signal.SIGTERM and self.parent:
+            time.sleep(REPARENT_GRACE_S)
+            if not is_alive(self.parent):  # a zombie until its last thread has exited: getppid changes only then
+                return LAUNCHER_GONE
+        return LAUNCHER_GONE if self._launcher_gone() else number
+
+    def on_first(self) -> None:
+        if not self.defer_to_step_end:
+            stopped = stop_error(self.reason, "before training began: nothing to save")
+            stopped.on_every_rank = False  # the other ranks learn it from this one
+            error = process_exit.resolve_root_cause(stopped)
+            process_exit.hard_exit(error, silent=process_exit.rank != 0 or isinstance(error, PeerFailed))
+
+    def on_second(self) -> None:
+        assert self.second is not None
+        error = QuitImmediately(self.second)
+        telling = threading.Thread(target=process_exit.resolve_root_cause, args=(error,), daemon=True)
+        telling.start()
+        telling.join(TELL_PEERS_TIMEOUT_S)
+        process_exit.hard_exit(error)
+
+
+stop_signal = StopSignal()
+
+
+def stop_error(reason: int | None, detail: str, text: str = "") -> UserError:
+    """The error for a request to stop: Stopped, with `text` for the reason in words; PeerLost without a launcher."""
+    if reason == LAUNCHER_GONE:
+        return PeerLost(f"the launcher is gone: stopped {detail}")
+    return Stopped(f"stopped on request{f' ({text})' if text else ''} {detail}")
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
@@ -71,8 +208,6 @@ def send_signal(pid: int, number: int) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs. A zombie, which has exited and was not waited for, does not."""
-    with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # as the first process of a container, this one inherits orphans
     import psutil  # slow, and not needed to check a command line
 
     with suppress(psutil.NoSuchProcess):
@@ -83,4 +218,6 @@ def is_alive(pid: int) -> bool:
 def killed_by(exit_code: int) -> str:
     """`killed by SIGKILL; if memory ran out, dmesg reports it`, for the negative exit code of a process."""
     name = signal.Signals(-exit_code).name
-    return f"killed by {name}" + ("; if memory ran out, dmesg reports it" if name == "SIGKILL" else "")
+    hints = {"SIGKILL": "; if memory ran out, dmesg reports it"}
+    hints["SIGABRT"] = "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+    return f"killed by {name}{hints.get(name, '')}"

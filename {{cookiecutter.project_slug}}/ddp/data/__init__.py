@@ -1,1 +1,1 @@
-"""Batches for each rank: sampler, loaders, workers, downloads, images. Imports ddp.core and ddp.distributed."""
+"""Batches for each rank: datasets, sampler, loaders and their workers. Imports ddp.core and ddp.distributed."""

@@ -1,22 +1,18 @@
-"""BatchDataset: what a dataset may do to whole batches. Any other torch Dataset works as it is."""
+"""BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
-from ddp.data.first_batch import explain_collate_error
-from ddp.distributed.seeds import derive_seed
-from ddp.distributed.tree import map_tensors
+from ddp.distributed.tensors import leaves
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
+IGNORED_LABEL = -100  # torch's default for ignore_index
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Datasets(NamedTuple):
@@ -43,7 +39,7 @@ class BatchDataset(Dataset):
     split     into batches of --batch-size, if more samples were read together (chunk_size), for training only
     mix       mix(inputs, targets) -> (inputs, targets), for training only
 
-    Random numbers that `read` and `mix` draw from random, numpy.random or torch are the same after any resume.
+    docs/data.md lists which of them may draw random numbers.
     """
 
     name: str | None = None  # what the log calls the data; by default the class
@@ -53,7 +49,7 @@ class BatchDataset(Dataset):
     def __getitems__(self, indices: list[int]) -> Any:
         """The samples `indices`, as a list or as one batch: a tuple or a dictionary of tensors.
 
-        By default a list of samples from __getitem__.
+        By default a list of samples from __getitem__. Only __getitem__ may draw random numbers.
         """
         return [self[index] for index in indices]
 
@@ -80,12 +76,21 @@ class BatchDataset(Dataset):
     def to(self, device: torch.device) -> None:
         """Move data held in memory to a GPU, if they fit. Not called if DataLoader workers need to reach the data."""
 
+    def describe(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries that checkpoints should hold about the data, in `dataset`."""
+        return {}
+
+    def example_images(self, inputs: Any) -> torch.Tensor | None:
+        """What TensorBoard shows of the first batch: images [n, 1 or 3, h, w] from 0 to 1, or None."""
+        return None
+
 
 def check_datasets(found: Any, config: RunConfig) -> Datasets:
     """Check what load_datasets returned: no set is empty or a stream. Raises UsageError or SetupError."""
     if not isinstance(found, Datasets) or found.train is None:
+        returned = "no training set" if isinstance(found, Datasets) else _kind(found)
         remedy = "return Datasets(train, val, test), from ddp.data.dataset; val and test may be None"
-        raise UsageError(f"load_datasets in data.py returned {_describe(found)}: {remedy}")
+        raise UsageError(f"load_datasets in data.py returned {returned}: {remedy}")
     if config.evaluate and found.val is None and found.test is None:
         raise UsageError("--evaluate: there is neither a validation set nor a test set")
     if config.patience is not None and found.val is None and not config.evaluate:
@@ -102,167 +107,108 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
     return found
 
 
-def _describe(found: Any) -> str:
-    if isinstance(found, Datasets):
-        return "no training set"
-    return f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+def _with_wrapped(dataset: Any) -> Iterator[Any]:
+    """A dataset, and the one that it wraps, as torch's Subset does, and so on."""
+    yield dataset
+    while isinstance(dataset := getattr(dataset, "dataset", None), Dataset):
+        yield dataset
 
 
 def data_name(dataset: Any) -> str:
-    """What the log calls the data: the dataset's `name`, or its class; through wrappers such as torch's Subset."""
-    while not getattr(dataset, "name", None) and isinstance(getattr(dataset, "dataset", None), Dataset):
-        dataset = dataset.dataset
-    return getattr(dataset, "name", None) or type(dataset).__name__
+    """What the log calls the data: the dataset's `name`, or its class."""
+    found = list(_with_wrapped(dataset))
+    return next((each.name for each in found if getattr(each, "name", None)), type(found[-1]).__name__)
+
+
+def classes_of(dataset: Any) -> Sequence[Any]:
+    """The `classes` of a dataset; empty if it has none."""
+    classes = next((each.classes for each in _with_wrapped(dataset) if hasattr(each, "classes")), ())
+    return classes if isinstance(classes, Sequence) else ()
 
 
 def hooks_of(dataset: Any) -> BatchDataset:
-    """The BatchDataset that `dataset` is or wraps, as torch's Subset does. For any other, hooks that do nothing.
+    """The BatchDataset that `dataset` is or wraps. For any other, hooks that do nothing.
 
     Raises UsageError if another class defines a hook: it would be ignored.
     """
-    while not isinstance(dataset, BatchDataset):
-        ignored = ", ".join(name for name in HOOKS if hasattr(dataset, name))
-        if ignored:
+    for each in _with_wrapped(dataset):
+        if isinstance(each, BatchDataset):
+            return each
+        if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):
             remedy = "subclass ddp.data.dataset.BatchDataset, or give it another name if it is no hook"
-            raise UsageError(f"dataset {type(dataset).__name__} has {ignored}: {remedy}")
-        if any(isinstance(part, BatchDataset) for part in getattr(dataset, "datasets", ())):  # torch's ConcatDataset
+            raise UsageError(f"dataset {type(each).__name__} has {ignored}: {remedy}")
+        if any(isinstance(part, BatchDataset) for part in getattr(each, "datasets", ())):  # torch's ConcatDataset
             remedy = "whose hooks would be ignored: join the data within one BatchDataset"
-            raise UsageError(f"dataset {type(dataset).__name__} holds a BatchDataset, {remedy}")
-        dataset = getattr(dataset, "dataset", None)
-        if not isinstance(dataset, Dataset):
-            return BatchDataset()
-    return dataset
+            raise UsageError(f"dataset {type(each).__name__} holds a BatchDataset, {remedy}")
+    return BatchDataset()
 
 
-class SeededReader(Dataset):
-    """Reads and collates batches of `dataset` in which each sample is a function of (seed, epoch, index) alone.
+def describe(dataset: Any) -> dict[str, Any]:
+    """What checkpoints hold about the data: name, classes, and what the dataset adds."""
+    classes = [str(name) for name in classes_of(dataset)]
+    return {"name": data_name(dataset), "classes": classes, **hooks_of(dataset).describe()}
 
-    So a dataset that draws random numbers is the same for any number of processes, workers and samples that are read
-    together, and after any resume. The first sample is read twice: UsageError, if it differs.
+
+def check_batch(batch: Any, dataset: Any) -> int:
+    """Raise UsageError for a batch that is not (inputs, targets), for images of PIL, and for labels without a class.
+
+    Returns the number of classes, if the targets are labels and the dataset has `classes`; otherwise 0.
     """
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
-        self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
-        innermost = dataset
-        while isinstance(innermost, Subset):  # which passes __getitems__ on
-            innermost = innermost.dataset
-        inherited = getattr(type(innermost), "__getitems__", None) is BatchDataset.__getitems__
-        self.one_by_one = inherited or not hasattr(innermost, "__getitems__")
-        self.checked = False
-        self.reads_seed = False  # whether __getitems__ makes generators from torch.initial_seed()
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        with keep_random_state():
-            if not self.checked:  # in each worker
-                self.checked = True
-                self._check(indices[0])
-            batch = self.read(indices)
-        if not isinstance(batch, list):
-            return batch
-        try:
-            return self.collate(batch)
-        except (RuntimeError, TypeError) as error:
-            if getattr(self.collate, "__func__", None) is not BatchDataset.collate:
-                raise  # the owner's own
-            raise explain_collate_error(error, batch, type(self.dataset).__name__) from error
-
-    def read(self, indices: list[int]) -> Any:
-        """The samples as a list; or as one batch, if that is what the dataset's own __getitems__ returns."""
-        parts = (self._read_alone(index) for index in indices)
-        if self.one_by_one:
-            return list(parts)
-        before = _states()
-        batch = self.dataset.__getitems__(indices)
-        if _equal_states(before, _states()) and not self.reads_seed:
-            return batch  # no sample of it depends on a random number
-        joined = _join(list(parts), type(self.dataset).__name__)
-        if _shapes(joined) != _shapes(batch):  # the samples are not along the first dimension
-            raise _not_joined(type(self.dataset).__name__, "it has another shape")
-        return joined
-
-    def _read_alone(self, index: int, *salt: int) -> Any:
-        seed = derive_seed(self.seed, self.epoch, index, *salt)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        return self.dataset[index] if self.one_by_one else self.dataset.__getitems__([index])
-
-    def _check(self, index: int) -> None:
-        """Raise UsageError if the dataset ignores its index or the seed: the run could not be resumed exactly."""
-        sample = self._read_alone(index)
-        self.reads_seed = not self.one_by_one and not same(sample, self._read_alone(index, 1))
-        if not same(sample, self._read_alone(index)):
-            raise UsageError(
-                f"dataset {type(self.dataset).__name__} returned two different samples for index {index}: draw random "
-                "numbers from random, numpy.random or torch, or seed a generator of your own in each call of "
-                "__getitem__ with torch.initial_seed(); let a stream read by index, as docs/data.md does"
-            )
+    name, count = data_name(dataset), len(classes_of(dataset))
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        remedy = "return two values from __getitem__ in data.py, or make them in `prepare`"
+        raise UsageError(f"dataset {name}: a batch is {_kind(batch)}, not (inputs, targets): {remedy}")
+    _refuse_pil(batch, name)
+    labels = batch[1]
+    if not (count and isinstance(labels, torch.Tensor) and labels.dim() == 1) or labels.dtype not in INTEGERS:
+        return 0
+    wrong = labels[((labels < 0) & (labels != IGNORED_LABEL)) | (labels >= count)]
+    if len(wrong):
+        valid = f"{count} classes, so labels are 0 to {count - 1}"
+        remedy = "change the labels, or the list `classes` of the dataset, in data.py"
+        raise UsageError(f"dataset {name}: a label is {wrong[0].item()}, but there are {valid}: {remedy}")
+    return count
 
 
-def _join(parts: Sequence[Any], name: str) -> Any:
-    """One batch from those of one sample each."""
-    first = parts[0]
-    if isinstance(first, list):
-        return [sample for part in parts for sample in part]
-    if isinstance(first, Mapping):
-        return {key: _join([part[key] for part in parts], name) for key in first}
-    if isinstance(first, tuple):
-        joined = [_join(column, name) for column in zip(*parts, strict=True)]
-        return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
-    try:
-        return torch.cat(list(parts))
-    except (RuntimeError, TypeError) as error:
-        raise _not_joined(name, error) from error
+def check_outputs(outputs: Any, classes: int) -> None:
+    """Raise UsageError if outputs for labels do not fit the number of classes. A single logit is for two classes."""
+    if classes and isinstance(outputs, torch.Tensor) and outputs.dim() == 2 and outputs.shape[1] not in (1, classes):
+        remedy = "build the last layer with len(train_set.classes), in build_model in model.py"
+        raise UsageError(f"the model has {outputs.shape[1]} outputs for {classes} classes: {remedy}")
 
 
-def _not_joined(name: str, reason: Any) -> UsageError:
-    return UsageError(
-        f"dataset {name} draws random numbers in __getitems__, so its samples are read one by one, but they cannot "
-        f"be joined to a batch ({reason}): return a list of samples, and override collate"
-    )
+def check_loss(loss: Any) -> None:
+    """Raise UsageError for a loss that cannot be trained. Cheap enough for each step."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UsageError(f"compute_loss in model.py returned {_kind(loss)}: return one number, such as the mean")
+    if not loss.requires_grad:
+        remedy = "compute it from the outputs without detach(), item(), argmax() or torch.no_grad()"
+        raise UsageError(f"the loss that compute_loss in model.py returned depends on no weight: {remedy}")
 
 
-def _shapes(batch: Any) -> list[torch.Size]:
-    found: list[torch.Size] = []
-    map_tensors(batch, lambda tensor: found.append(tensor.shape))
-    return found
+def explain_collate_error(error: Exception, samples: list[Any], dataset: Any) -> UsageError:
+    """Why torch cannot join `samples` to a batch."""
+    name = data_name(dataset)
+    _refuse_pil(samples, name)
+    first, *others = ([part.shape for part in leaves(sample) if hasattr(part, "shape")] for sample in samples)
+    pairs = (pair for shapes in others for pair in zip(first, shapes, strict=False) if pair[0] != pair[1])
+    for one, other in pairs:
+        remedy = "resize them in data.py, for example with transforms.Resize and CenterCrop, or override `collate`"
+        return UsageError(f"dataset {name}: samples of different sizes, {list(one)} and {list(other)}: {remedy}")
+    return UsageError(f"dataset {name}: its samples cannot be joined to a batch ({error}): override `collate`")
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
-    try:
-        if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
-            return False
-        equal = (one == other) | ((one != one) & (other != other))  # NaN is equal to NaN
-        return bool(equal.all() if hasattr(equal, "all") else equal)
-    except Exception:
-        return True
+def _refuse_pil(tree: Any, name: str) -> None:
+    if any(type(part).__module__.startswith("PIL.") for part in leaves(tree)):
+        remedy = "add torchvision's transforms.ToTensor() to its transform in data.py"
+        raise UsageError(f"dataset {name} returns images of PIL, and no tensors: {remedy}")
 
 
-@contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch when the block ends."""
-    python, of_numpy, of_torch = _states()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-
-
-def _states() -> tuple[Any, ...]:
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-
-
-def _equal_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    numpy_equal = numpy.array_equal(one[1][1], other[1][1]) and one[1][2:] == other[1][2:]
-    return one[0] == other[0] and numpy_equal and torch.equal(one[2], other[2])
+def _kind(value: Any) -> str:
+    """`a tensor of shape [16]`, `a dictionary with 'image' and 'label'`, `a tuple with 2 parts`, `a float`."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dictionary with {' and '.join(map(repr, value))}"
+    parts = f" with {len(value)} parts" if isinstance(value, tuple | list) else ""
+    return f"a {type(value).__name__}{parts}" if value is not None else "None"

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from ddp.core.errors import UsageError
+from ddp.core.errors import UsageError, plural
+from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import BatchDataset, SeededReader, data_name, hooks_of, keep_random_state
-from ddp.data.first_batch import check_batch, check_outputs
+from ddp.data.dataset import BatchDataset, check_batch, check_outputs, data_name, hooks_of
+from ddp.data.reader import SeededReader, keep_random_state, start_workers
 from ddp.data.sampler import ResumableSampler
-from ddp.data.workers import start_workers
-from ddp.distributed.process_group import DistContext, available_cores, plural
+from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, seed_everything
 from ddp.distributed.stop_sync import StopRequested
-from ddp.distributed.tree import leaves, map_tensors
+from ddp.distributed.tensors import leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
 MAX_WORKERS = 8  # per process, unless --workers asks for more
@@ -42,7 +42,7 @@ class _Loader:
         """What reads and collates the samples of an epoch, in each DataLoader worker."""
         return SeededReader(self.dataset, self.hooks.collate, self.config.seed, epoch)
 
-    def _chunks(self, indices: Iterable[list[int]], epoch: int, generator: torch.Generator) -> Iterator[Any]:
+    def _chunks(self, indices: Iterable[list[int]], epoch: int) -> Iterator[Any]:
         """Prepared batches of the samples in each of `indices`, on the device."""
         loader = DataLoader(
             self.reader(epoch),
@@ -50,7 +50,7 @@ class _Loader:
             num_workers=self.workers,
             collate_fn=_as_it_is,
             pin_memory=self.ctx.device.type == "cuda",
-            generator=generator,  # otherwise iter() would draw from the global one
+            generator=torch.Generator(),  # otherwise iter() would draw from the global one
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
         for chunk in self.ctx.streams.upload(start_workers(loader)):  # move
@@ -79,25 +79,13 @@ class TrainLoader(_Loader):
             )
         self.name = data_name(dataset)
         self.wait_s = 0.0
-        self.first = True  # whether the first batch has not been checked yet
-        self.example: Any = None  # the inputs of the first batch, until they are taken
-
-    def check_batch(self, inputs: Any, targets: Any) -> None:
-        """Of the first batch: refuse images of PIL, and labels without a class. Raises UsageError."""
-        if self.first:
-            check_batch(inputs, targets, self.dataset, self.name)
-            self.example = inputs
+        self.classes: int | None = None  # of the labels in the first batch; None before it
+        self.example: Any = None  # images of the first batch, until they are taken
 
     def take_example(self) -> Any:
-        """The inputs of the first batch, once; None before and after that."""
+        """What `example_images` of the dataset made of the first batch, once; None before and after that."""
         example, self.example = self.example, None
         return example
-
-    def check_outputs(self, outputs: Any, targets: Any, loss: Any) -> None:
-        """Of the first batch: refuse a loss without gradient, and outputs that do not fit the classes. UsageError."""
-        if self.first:
-            self.first = False
-            check_outputs(outputs, targets, loss, self.dataset)
 
     def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
         """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
@@ -107,17 +95,18 @@ class TrainLoader(_Loader):
             yield islice(batches, self.config.grad_accum_steps)
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
-        seed, rank = self.config.seed, self.ctx.rank
-        generator = torch.Generator().manual_seed(derive_seed(seed, epoch, rank))
         size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
         end = samples_consumed + self.sampler.steps_left(samples_consumed) * self.global_batch
-        for chunk in self._chunks(BatchSampler(self.sampler, self.chunk_size, drop_last=False), epoch, generator):
+        for chunk in self._chunks(BatchSampler(self.sampler, self.chunk_size, drop_last=False), epoch):
             rows = min(self.chunk_size, (end - samples_consumed) // self.ctx.world_size)
             for batch in (chunk,) if self.chunk_size == size else _split(chunk, size, rows):  # split
                 if mixes:
                     with keep_random_state():
-                        seed_everything(derive_seed(seed, epoch, rank, samples_consumed) % 2**32)
+                        seed_everything(derive_seed(self.config.seed, epoch, self.ctx.rank, samples_consumed) % 2**32)
                         batch = self.hooks.mix(*batch)  # mix
+                if self.classes is None:
+                    self.classes = check_batch(batch, self.dataset)
+                    self.example = self.hooks.example_images(batch[0])
                 yield batch
                 samples_consumed += size * self.ctx.world_size
 
@@ -146,7 +135,6 @@ class EvalLoader(_Loader):
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
         batches = -(-self.length // self.chunk_size)
         self.common_batches = batches // ctx.world_size  # that every rank has
-        self.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
@@ -154,13 +142,25 @@ class EvalLoader(_Loader):
         size, everything = self.chunk_size, range(self.length)
         starts = everything[self.ctx.rank * size :: self.ctx.world_size * size]
         ours = [list(everything[start : start + size]) for start in starts]
-        for number, batch in enumerate(self._chunks(ours, EVALUATION, self.generator)):
+        for number, batch in enumerate(self._chunks(ours, EVALUATION)):
+            if number == 0:
+                check_batch(batch, self.dataset)
             with keep_random_state():  # a model or a loss may draw random numbers: the same for any number of processes
                 position = number * self.ctx.world_size + self.ctx.rank
                 seed_everything(derive_seed(self.config.seed, EVALUATION, position) % 2**32)
                 yield batch
             if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
                 raise StopRequested(decision)
+
+
+def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:
+    """Compare the outputs for the first training batch with its classes, before a loss fails because of them."""
+
+    def check(model: torch.nn.Module, arguments: Any, outputs: Any) -> None:
+        hook.remove()
+        check_outputs(outputs, train_loader.classes or 0)
+
+    hook = ddp_model.register_forward_hook(check)
 
 
 def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:

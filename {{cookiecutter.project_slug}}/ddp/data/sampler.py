@@ -1,5 +1,8 @@
 """Which sample goes to which rank, in which order, from which sample on."""
 
+from collections.abc import Iterator
+
+import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 
@@ -13,9 +16,7 @@ class ResumableSampler(DistributedSampler):
 
     def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, seed: int) -> None:
         super().__init__(dataset, world_size, rank, shuffle=True, seed=seed, drop_last=True)
-        self.length = len(dataset)  # type: ignore[arg-type]
-        self.first = rank
-        self.global_batch = global_batch
+        self.length, self.global_batch, self.samples_consumed = len(dataset), global_batch, 0  # type: ignore[arg-type]
 
     def steps_left(self, samples_consumed: int) -> int:
         """Optimizer steps until the end of the epoch."""
@@ -24,8 +25,12 @@ class ResumableSampler(DistributedSampler):
     def start_at(self, epoch: int, samples_consumed: int) -> None:
         """Let the next iteration return this rank's part of order[samples_consumed:]."""
         self.set_epoch(epoch)
-        used = self.steps_left(samples_consumed) * self.global_batch
-        # DistributedSampler returns order[rank:total_size:num_replicas], and checks its length against num_samples.
-        self.rank = samples_consumed + self.first
-        self.total_size = samples_consumed + used
-        self.num_samples = used // self.num_replicas
+        self.samples_consumed = samples_consumed
+
+    def __len__(self) -> int:
+        return self.steps_left(self.samples_consumed) * self.global_batch // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        rest = order[self.samples_consumed + self.rank :: self.num_replicas]
+        return iter(rest[: len(self)].tolist())

@@ -1,26 +1,22 @@
 """How the ranks share a failure: through the store, which works when collectives do not.
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
-A main thread that waits for a GPU notices nothing, so the monitor's thread asks as well: see `_find_lost_rank`.
-Keys of the store: `failure` the cause; `diagnose`, `comm_error/R` a collective broke, on rank R, and its Report;
-`left/R` rank R finished; `ack/R` rank R has read the cause; `saved` the step of the last checkpoint on disk; and those
-of liveness.py and wait_notice.py.
+Over NCCL no collective breaks: the main thread waits for a GPU, and only the monitor's thread can notice.
+Keys of the store: `failure` the cause; `left/R` rank R finished; `ack/R` rank R has read the cause; `waits` a rank that
+has waited long; `saved` the step of the last checkpoint on disk; and those of rank_reports.py.
 """
 
 import json
+import logging
 import os
-import re
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp.core.call_site import by_site, call_site, names, stack_of, stack_of_error
 from ddp.core.errors import (
     FAILURE_KEY,
     CollectiveMismatch,
@@ -33,58 +29,60 @@ from ddp.core.errors import (
     one_line,
 )
 from ddp.core.process_exit import process_exit
-from ddp.core.rank_logs import dump_stacks
 from ddp.core.run_config import RESTARTS_VARIABLE
-from ddp.core.stop_signal import stop_signal
-from ddp.distributed.collective_log import explain_mismatch, recorded_collectives
-from ddp.distributed.liveness import ANSWER_TIMEOUT_S, Liveness, Report, explain
+from ddp.core.signals import stop_signal
+from ddp.core.stacks import call_site, dump_stacks, main_stack, stack_of_error
+from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names
 from ddp.distributed.stop_sync import StopSync
-from ddp.distributed.streams import Mark
-from ddp.distributed.terminate_handler import on_gloo_error
-from ddp.distributed.wait_notice import WaitNotice
+from ddp.distributed.tensors import Mark
 
-Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
+FAST_POLL_INTERVAL_S = 0.05  # while it asks the others
+RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive
 MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
-STOP_PATIENCE_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
-STORE_PATIENCE_S = 10.0  # the same, for a rank that can ask no other because the store is gone
-COMM_ERROR = re.compile(
-    r"gloo|Timed out waiting|pair closure|NCCL|Connection (closed|reset)|Broken pipe|[Ss]ocket [Tt]imeout"
-)
-COLLECTIVE_SOURCES = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", "torchinductor")
-OWN_GPU_ERROR = re.compile(r"CUDA error|Cuda failure")  # CUDA reports it in any later call, perhaps in one of NCCL
-TIMED_OUT = re.compile(r"[Tt]imed? ?out|pair closure")
+STOP_TIMEOUT_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
+STORE_TIMEOUT_S = 10.0  # the same, for a rank that can ask no other because the store is gone
+EXPLAIN_TIMEOUT_S = 10.0  # to ask once more, if the rank that has asked was lost as well
+WARNING_INTERVAL_S = 180.0
+SIZES_ADVICE = "; if it aborted, TORCH_DISTRIBUTED_DEBUG=DETAIL names tensors of different sizes"
 
 
 class FailureMonitor:
     """This rank's view of failures. A thread watches the other ranks; `resolve_root_cause` explains an error."""
 
     def __init__(self, store: dist.Store, env: RankEnv, timeout: float, warn_after: float = 30.0) -> None:
-        self.store, self.env, self.rank, self.timeout = store, env, env.rank, timeout
+        self.store, self.env, self.rank, self.timeout, self.warn_after = store, env, env.rank, timeout, warn_after
         self.others = [other for other in range(env.world_size) if other != env.rank]
-        self.closed = threading.Event()
-        self.cause: BaseException | None = None  # once it is resolved
-        self.seen_failure: dict[str, Any] | None = None  # what the thread has found
+        self.reports = RankReports(store, env.rank, env.world_size)
+        self.thread = threading.Thread(target=self._watch, name="failure monitor", daemon=True)
+        self.closed = threading.Event()  # this rank finished, or knows why it fails
+        self.broken = threading.Event()  # a collective of this rank broke: the main thread waits for `explained`
+        self.explained = threading.Event()  # `found` is final
+        self.found: PeerFailed | PeerLost | None = None  # why this rank must exit although it is fine
+        self.cause: BaseException | None = None  # of the exit, once it is resolved
+        self.reason = ""  # gloo's or NCCL's message, once a collective broke
         self.reachable = True  # the store; False once its host is gone
         self.stop_sync: StopSync | None = None  # once the ranks are connected
-        self.liveness = Liveness(store, env.rank, self.others)
-        self.wait_notice = WaitNotice(store, env.rank, self.liveness, warn_after)
         self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
+        self.count, self.counted_at = 0, time.monotonic()  # of collectives, and when it changed
+        self.next_warning = self.counted_at + warn_after
 
     def start(self) -> None:
         """Watch the other ranks from now on, even while the main thread waits in a collective."""
         if self.others:
-            on_gloo_error(self._end_after_gloo_error)
-            threading.Thread(target=self._watch, name="failure monitor", daemon=True).start()
+            self.thread.start()
 
     def close(self) -> None:
         """This rank finished: from now on, its silence is not a failure."""
         self.closed.set()
         if self.others:
             self._call_store(lambda: self.store.set(f"left/{self.rank}", ""))
-        self._wait_for_keys([f"left/{other}" for other in self.others], STORE_PATIENCE_S)
+        self._wait_for_keys("left", STORE_TIMEOUT_S)
 
     def share_saved(self, step: int) -> None:
         """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
@@ -104,12 +102,12 @@ class FailureMonitor:
                 resumable = "resumable from the newest checkpoint, if there is one"
             restarts = error.hang or RESTARTS_VARIABLE in os.environ
             advice = "" if restarts else ": start all ranks again with the same command"
-            error.args = (f"{error}; {resumable}{advice}",)
+            error.args = (f"{one_line(error)}; {resumable}{advice}",)
 
     def check(self) -> None:
         """Raise PeerFailed if another rank has failed."""
-        if self.others and self.store.check([FAILURE_KEY]):
-            raise self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
+        if self.others and self._other_failed():
+            raise self._explanation()
 
     def resolve_root_cause(self, error: BaseException) -> BaseException:
         """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
@@ -117,9 +115,9 @@ class FailureMonitor:
         if not self.others or together or isinstance(error, PeerFailed) or error is self.cause:
             return error
         process_exit.resolving = True
-        self.closed.set()
         if _is_comm_error(error):
             error = self._explain_comm_error(error)
+        self.closed.set()
         self.cause = error if isinstance(error, PeerFailed) else self._share_failure(error)
         if not self.env.hosts_store:
             self._call_store(lambda: self.store.set(f"ack/{self.rank}", ""))
@@ -127,62 +125,42 @@ class FailureMonitor:
 
     def wait_for_acks(self) -> None:
         """After a failure, if the store is in this process: wait until the others have read the cause."""
-        self._wait_for_keys([f"ack/{other}" for other in self.others], ANSWER_TIMEOUT_S)
+        self._wait_for_keys("ack", RESPONSE_TIMEOUT_S)
 
-    def _wait_for_keys(self, keys: list[str], seconds: float) -> None:
-        """If the store is in this process: keep it until the others have written `keys`."""
-        end = time.monotonic() + seconds
+    def _wait_for_keys(self, name: str, seconds: float) -> None:
+        """If the store is in this process: keep it until the others have written their keys."""
+        end, keys = time.monotonic() + seconds, [f"{name}/{other}" for other in self.others]
         while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _explain_comm_error(self, error: BaseException) -> BaseException:
-        """PeerFailed or PeerLost, for an error of a collective or of the store."""
-        timed_out = TIMED_OUT.search(str(error)) is not None
-        stack = stack_of_error(error.__traceback__) or stack_of(threading.main_thread().ident or 0)
-        if timed_out:
-            dump_stacks(stack)
-        own = Report(call_site(stack), recorded_collectives())
-        ask = partial(self._diagnose, own, timed_out)
-        cause = None if self.seen_failure else self._call_store(ask, 2 * ANSWER_TIMEOUT_S)
-        if self.seen_failure:  # perhaps by the thread in the meantime, before the store was gone
-            return self._peer_failed(self.seen_failure)
-        at_rank_0 = self.env.store_in == "rank 0"
-        cause = cause or PeerLost("rank 0 was lost" if at_rank_0 else "the other ranks cannot be reached")
-        if (
-            isinstance(cause, PeerLost) and not cause.hang
-        ):  # add the core of gloo's or NCCL's message, without its source file and advice
-            reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
-            cause.args = (f"{cause} ({re.split(r'[.] |[.]$', reason)[0][:120]})",)
-        return cause
+    def _explain_comm_error(self, error: BaseException) -> PeerFailed | PeerLost:
+        """PeerFailed or PeerLost, for an error of a collective or of the store. The thread asks the other ranks."""
+        # The core of gloo's or NCCL's message: without the source file before it, and the advice after it.
+        self.reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0].rstrip(".")[:120]
+        waited_s = time.monotonic() - self.counted_at if collective_count() == self.count else 0.0
+        stack = stack_of_error(error.__traceback__) or main_stack()
+        if self._timed_out(waited_s):
+            dump_stacks(self.rank, stack)
+        self.reports.error = Report(call_site(stack), max(0.001, waited_s), rank_reports.recorded_collectives())
+        self.broken.set()
+        if self.thread.is_alive():  # otherwise it is the store that failed
+            self.reachable = self.explained.wait(EXPLAIN_TIMEOUT_S) and self.reachable
+        return self._explanation()
 
-    def _diagnose(self, own: Report, timed_out: bool) -> PeerLost | PeerFailed:
-        """A collective broke: wait until a rank writes the cause, or until it is clear which ranks do not answer."""
-        self.store.set(f"comm_error/{self.rank}", own.dump())
-        asks = self.store.add("diagnose", 1) == 1  # one rank asks for all
-        while asks and not self.liveness.ask():
-            self.liveness.answer()
-        end = time.monotonic() + ANSWER_TIMEOUT_S * (1 if asks else 1.5)
-        silent = busy = self.others
-        while time.monotonic() < end:
-            if self.store.check([FAILURE_KEY]):
-                return self._peer_failed(json.loads(self.store.get(FAILURE_KEY)))
-            if asks:
-                busy = [rank for rank in busy if not self.store.check([f"comm_error/{rank}"])]
-                silent = [rank for rank in self.liveness.silent() if rank in busy]
-            if stop_signal.reason is not None and time.monotonic() > end - MPIRUN_GRACE_S:
-                break
-            time.sleep(0.05)
-        if not asks:
-            return PeerLost("another process was lost, and so was the one that was finding out which")
-        if silent:
-            return self._lost(silent)
-        broken = [rank for rank in self.others if rank not in busy]
-        errors = {rank: Report.load(self.store.get(f"comm_error/{rank}")) for rank in broken}
-        return explain({**self.liveness.reports(), **errors, self.rank: own}, busy if timed_out else [], self.timeout)
+    def _timed_out(self, waited_s: float) -> bool:
+        """Whether a collective broke because it reached --timeout: the thread measures the time of a wait roughly."""
+        return waited_s > self.timeout - 2 * POLL_INTERVAL_S
 
-    def _lost(self, silent: list[int]) -> PeerLost:
-        left = self.store.check([f"left/{rank}" for rank in silent])
-        return PeerLost(f"{names(silent)} {'left early' if left else 'was lost'}")
+    def _explanation(self) -> PeerFailed | PeerLost:
+        """Why this rank must exit although it is fine."""
+        return self.found or self._lost("the store" if self.env.store_in == "file" else self.env.store_in)
+
+    def _lost(self, who: str) -> PeerLost:
+        at = self.reports.error.site if self.reports.error else ""
+        details = (
+            f" ({self.reason}){at and f' while rank {self.rank} was at {at}'}{SIZES_ADVICE}" if self.reason else ""
+        )
+        return PeerLost(f"{who} {'were' if who.startswith('ranks') else 'was'} lost{details}")
 
     def _share_failure(self, error: BaseException) -> BaseException:
         """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
@@ -194,143 +172,152 @@ class FailureMonitor:
         same = getattr(error, "on_every_rank", False) and first["code"] == code
         return error if same or first["rank"] == self.rank else self._peer_failed(first)
 
-    def _peer_failed(self, failure: dict[str, Any]) -> PeerFailed:
-        return PeerFailed(f"rank {self.rank} is exiting because {failure['message']}", failure["code"])
+    def _peer_failed(self, record: dict[str, Any]) -> PeerFailed:
+        return PeerFailed(f"rank {self.rank} is exiting because {record['message']}", record["code"])
 
-    def _call_store(self, call: Callable[[], Answer], timeout: float = ANSWER_TIMEOUT_S) -> Answer | None:
+    def _call_store(self, call: Callable[[], Result]) -> Result | None:
         """What `call` returns from the store; None if the store is out of reach."""
-        if not self.reachable:
-            return None
         start = time.monotonic()
-        answer = call_with_timeout(timeout, call)
-        self.reachable = answer is not None or time.monotonic() - start < timeout  # do not wait for it again
-        return answer
+        result = call_with_timeout(RESPONSE_TIMEOUT_S, call) if self.reachable else None
+        self.reachable &= result is not None or time.monotonic() - start < RESPONSE_TIMEOUT_S  # do not wait again
+        return result
+
+    def _other_failed(self) -> bool:
+        """Whether another rank has written why it failed."""
+        if self.found is None and self.store.check([FAILURE_KEY]):
+            record = json.loads(self.store.get(FAILURE_KEY))
+            self.store.set(f"ack/{self.rank}", "")
+            if record["hang"] and not self.broken.is_set():  # otherwise the main thread has printed where it waited
+                dump_stacks(self.rank)
+            self.found = self._peer_failed(record)
+        return self.found is not None
 
     def _watch(self) -> None:
-        """In the thread. When another rank failed: exit as well, unless the main thread notices by itself."""
-        while self.seen_failure is None:
-            if self.closed.wait(POLL_INTERVAL_S):
-                return
-            try:
-                self._look()
-                self.wait_notice.check(self._wait_for_answer)
-                lost = self._find_lost_rank()
-            except RuntimeError:
-                self.reachable = False
-                return self._end_without_store()
-            if lost is not None and not self.closed.is_set():
-                self._end(self._share_failure(lost))
-        if self.seen_failure["hang"]:
-            dump_stacks()
-        if not self.closed.wait(0 if self._stop_is_overdue(self.stop_sync) else FOLLOW_TIMEOUT_S):
-            self._end(self._peer_failed(self.seen_failure))
+        """In the thread, as the methods below: watch the ranks. If one fails: exit, unless the main thread notices."""
+        try:
+            while not self.closed.is_set() and not self._other_failed():
+                self.reports.respond()
+                self.found = self._find_cause() or self.found
+                self._warn_of_wait()
+                if self.broken.wait(POLL_INTERVAL_S):
+                    time.sleep(FAST_POLL_INTERVAL_S)
+        except RuntimeError:  # the store is gone, and with it its host
+            self.reachable = False
+        self.explained.set()
+        sync, grace_s = self.stop_sync, 0.0
+        if isinstance(self.found, PeerFailed) and not self._stop_is_overdue():
+            grace_s = FOLLOW_TIMEOUT_S
+        elif self.found is None:
+            grace_s = max(STORE_TIMEOUT_S, 3 * (sync.step_s if sync else 0))
+        while not self.broken.is_set() and not self.closed.wait(grace_s):
+            if self.found or sync is None or not sync.decided:  # after a decision to stop, ranks may be saving
+                cause = self._share_failure(self._explanation())
+                self.add_saved_step(cause)
+                self.wait_for_acks()
+                process_exit.hard_exit(cause)
 
-    def _end_after_gloo_error(self) -> None:
-        """In gloo's thread: it received a message that does not belong to the collective that this rank called."""
-        error = dist.DistBackendError("gloo received a message of another size than it expected")
-        process_exit.hard_exit(self.resolve_root_cause(error))
+    def _ask(self) -> Reports | None:
+        """Of the ranks that respond in time. None if another rank asks, or if this one knows why it exits."""
+        if not self.reports.ask():
+            return None
+        start = time.monotonic()
+        # After a collective broke, the reports of ranks that notice it later count, and the cause if one writes it.
+        while self.broken.is_set() or not self.reports.complete():
+            if self.closed.is_set() or self._other_failed():
+                return None
+            hurries = self.broken.is_set() and stop_signal.reason is not None
+            if time.monotonic() - start > RESPONSE_TIMEOUT_S - (MPIRUN_GRACE_S if hurries else 0):
+                break
+            time.sleep(FAST_POLL_INTERVAL_S)
+        return self.reports.received()
 
-    def _end(self, cause: BaseException) -> None:
-        """Exit now: the main thread is blocked."""
-        self.add_saved_step(cause)
-        self.wait_for_acks()
-        process_exit.hard_exit(cause)
-
-    def _look(self) -> None:
-        """Answer who asks whether this rank is alive; notice a failure that another rank has written."""
-        self.liveness.answer()
-        if self.store.check([FAILURE_KEY]):
-            self.seen_failure = json.loads(self.store.get(FAILURE_KEY))
-            self.store.set(f"ack/{self.rank}", "")
-
-    def _find_lost_rank(self) -> PeerLost | None:
-        """Another rank that is gone, if this one waits for something that takes longer than it should.
+    def _find_cause(self) -> PeerLost | None:
+        """Why this rank cannot continue, if a collective broke, or if it waits longer than it should.
 
         Over NCCL, the main thread waits for a GPU without end, where gloo's connections would break. A launcher asks
         the survivors to stop; if they do not agree to, one of the ranks may be gone.
         """
-        sync = self.stop_sync
-        if sync is None or sync.decided or self.seen_failure:
+        broken = self.broken.is_set()
+        stuck = not broken and self._gpu_is_stuck()
+        reports = self._ask() if broken or stuck or self._stop_is_overdue() else None
+        if reports is None:
             return None
-        stuck = self._gpu_is_stuck(sync)
-        silent = self._silent_ranks() if stuck or self._stop_is_overdue(sync) else None
-        if silent:
-            return self._lost(silent)
-        if silent is None or not stuck:
+        silent = [rank for rank in self.others if rank not in reports]
+        left = [rank for rank in silent if self.store.check([f"left/{rank}"])]
+        lost = rank_names([rank for rank in silent if rank not in left])
+        if stuck and not lost:
+            dump_stacks(self.rank)
+        if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
+            return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
+        if lost:
+            return self._lost(lost)
+        where, limit = rank_reports.where_ranks_are(reports), f"{self.timeout:g} s (--timeout)"
+        if stuck:
+            waited = f"the GPU of rank {self.rank} waited {limit} for another rank"
+            return RankHangs(f"{waited}: {where}; see the stacks above")
+        if not broken:
             return None
-        dump_stacks()
-        reports = self.liveness.reports()
-        if mismatch := explain_mismatch({rank: report.collectives for rank, report in reports.items()}):
-            return CollectiveMismatch(mismatch)
-        waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
-        sites = by_site({rank: report.site for rank, report in reports.items()})
-        places = "; ".join(f"{names(ranks)} at {site}" for site, ranks in sites.items() if site)
-        return RankHangs(f"{waited}: {places}; see the stacks above")
+        if left:
+            return PeerLost(f"{rank_names(left)} left early")
+        late = rank_names([rank for rank, report in reports.items() if not report.waited_s])
+        if late and self._timed_out(max(report.waited_s for report in reports.values())):
+            return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
+        return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")
 
-    def _stop_is_overdue(self, sync: StopSync | None) -> bool:
+    def _warn_of_wait(self) -> None:
+        """If this rank has waited long in a collective, let rank 0 print where each rank is: it is not an error yet."""
+        now, count = time.monotonic(), collective_count()
+        if count != self.count:
+            self.count, self.counted_at, self.next_warning = count, now, now + self.warn_after
+        if now >= self.next_warning:
+            self.next_warning = now + WARNING_INTERVAL_S
+            if rank_reports.own_report().waited_s >= self.warn_after:
+                self.store.compare_set("waits", "", str(self.rank))
+        if self.rank == 0 and self.store.check(["waits"]) and self.store.get("waits") and (reports := self._ask()):
+            self.store.set("waits", "")
+            if line := rank_reports.describe_wait(reports, self.warn_after):
+                log.warning("warning: %s", line)
+
+    def _stop_is_overdue(self) -> bool:
         """Whether the ranks should have agreed on a stop that was requested here."""
+        sync = self.stop_sync
         if stop_signal.reason is None or sync is None or sync.decided:
             return False
-        return time.monotonic() - stop_signal.requested_at > max(STOP_PATIENCE_S, 3 * sync.step_s)
+        return time.monotonic() - stop_signal.requested_at > max(STOP_TIMEOUT_S, 3 * sync.step_s)
 
-    def _gpu_is_stuck(self, sync: StopSync) -> bool:
+    def _gpu_is_stuck(self) -> bool:
         """Whether the GPU has worked on one step for --timeout."""
-        if sync.mark is not self.mark:
-            self.mark, self.marked_at = sync.mark, time.monotonic()
-        if time.monotonic() - self.marked_at < self.timeout:
+        now, sync = time.monotonic(), self.stop_sync
+        if sync is not None and sync.mark is not self.mark:
+            self.mark, self.marked_at = sync.mark, now
+        if sync is None or sync.decided or now - self.marked_at < self.timeout:
             return False
-        if call_with_timeout(ANSWER_TIMEOUT_S, self.mark.reached):  # the driver may block, too
-            self.marked_at = time.monotonic()  # the program takes its time, perhaps to save
-            return False
-        return True
-
-    def _silent_ranks(self) -> list[int] | None:
-        """The ranks that do not answer in time; None if another rank asks for all, or if this one ends."""
-        if (
-            self.liveness.is_busy()
-            or not self.liveness.ask()
-            or not self.liveness.wait_for_answers(self._wait_for_answer)
-        ):
-            return None
-        # A rank that has finished, or that is finding out what has happened, answers no more.
-        silent, absent = self.liveness.silent(), ("left/{}", "comm_error/{}")
-        return [rank for rank in silent if not any(self.store.check([key.format(rank)]) for key in absent)]
-
-    def _wait_for_answer(self) -> bool:
-        """Wait a little. False if this rank ends."""
-        self._look()  # another rank whose collective broke may ask
-        return self.seen_failure is None and not self.closed.wait(POLL_INTERVAL_S / 2)
-
-    def _end_without_store(self) -> None:
-        """The store is gone, and with it its host: exit, unless the main thread does, or can still save."""
-        lost_at = time.monotonic()
-        while not self.closed.wait(POLL_INTERVAL_S):
-            sync = self.stop_sync
-            if sync is not None and sync.decided:  # all ranks agreed to stop, and may be saving
-                continue
-            if time.monotonic() - lost_at > max(STORE_PATIENCE_S, 3 * (sync.step_s if sync else 0)):
-                host = "the store" if self.env.store_in == "file" else self.env.store_in
-                self._end(PeerLost(f"{host} was lost"))
+        reached = call_with_timeout(RESPONSE_TIMEOUT_S, self.mark.reached)  # the driver may block, too
+        if reached:
+            self.marked_at = now  # the program is slow, perhaps because it saves; the GPU is not stuck
+        return not reached
 
 
-def call_with_timeout(seconds: float, call: Callable[[], Answer]) -> Answer | None:
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
     """What `call` returns; None if it fails or takes longer: a store whose host is gone may block without end."""
-    answers: list[Answer] = []
+    results: list[Result] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            answers.append(call())
+            results.append(call())
 
     thread = threading.Thread(target=run, name="store call", daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else None
+    return results[0] if results else None
 
 
 def _is_comm_error(error: BaseException) -> bool:
-    """Whether a collective or the store failed: by message and by source, since others have such messages."""
-    if OWN_GPU_ERROR.search(str(error)):
-        return False
-    source = next((frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), "")
-    matches = isinstance(error, RuntimeError) and COMM_ERROR.search(str(error)) is not None
-    return isinstance(error, dist.DistError) or (matches and any(part in source for part in COLLECTIVE_SOURCES))
+    """Whether a collective or the store failed.
+
+    gloo has no class of errors, but each of its messages names its source file. Of NCCL's errors, one has another
+    cause: CUDA reports a failure of this rank's GPU in any later call, perhaps in one of NCCL.
+    """
+    if isinstance(error, dist.DistError):
+        return "ncclUnhandledCudaError" not in str(error)
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)

@@ -13,19 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
-from ddp.core.network import interface_of, is_loopback, own_address
+from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, plural
+from ddp.core.host import available_cores, interface_of, is_loopback, own_address
 from ddp.core.process_exit import process_exit, translate_exception
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
-from ddp.core.stop_signal import stop_signal
-from ddp.distributed.collective_log import record_collectives
+from ddp.core.signals import stop_signal
 from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import Launcher, RankEnv
-from ddp.distributed.rendezvous import RankInfo, create_store, exchange_rank_info
+from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync
-from ddp.distributed.streams import CpuStreams, streams_of
-from ddp.distributed.tree import map_tensors
+from ddp.distributed.store import RankInfo, create_store, exchange_rank_info
+from ddp.distributed.tensors import CpuStreams, map_tensors, streams_of
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -113,18 +112,12 @@ class DistContext:
     def check_same(self, values: dict[str, Any]) -> None:
         """Raise SetupError on every rank unless each of `values` is the same on all. Call on every rank."""
         everyone = self.gather(values)
-        first = everyone[0]
         for rank, theirs in enumerate(everyone):
-            for name in {**first, **theirs}:
-                if name not in theirs:
-                    difference = f"{name} exists on rank 0 but not on rank {rank}"
-                elif name not in first:
-                    difference = f"{name} exists on rank {rank} but not on rank 0"
-                elif first[name] != theirs[name]:
-                    difference = f"{name} is {first[name]} on rank 0 and {theirs[name]} on rank {rank}"
-                else:
-                    continue
-                error = SetupError(f"{difference}: start all ranks with the same options, code and data")
+            only_first = f"{{name}} exists on rank 0 but not on rank {rank}"
+            only_second = f"{{name}} exists on rank {rank} but not on rank 0"
+            changed = f"{{name}} is {{first}} on rank 0 and {{second}} on rank {rank}"
+            if found := differences(everyone[0], theirs, changed, only_first, only_second):
+                error = SetupError(f"{found[0]}: start all ranks with the same options, code and data")
                 error.on_every_rank = True
                 raise error
 
@@ -134,11 +127,10 @@ def check_backend(config: RunConfig) -> None:
     if config.backend != "auto" and not dist.is_backend_available(config.backend):
         available = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
         raise UsageError(f"--backend {config.backend}: this torch was built with {', '.join(available)} only")
-    options = {"--device cuda": ("cpu", config.device == "cuda"), "--backend nccl": ("gloo", config.backend == "nccl")}
-    for option, (remedy, given) in options.items():
-        if given and not torch.cuda.is_available():
-            remedy = f"{option.split()[0]} {remedy}"
-            raise SetupError(f"{option}: torch finds no GPU here; use {remedy}, or check nvidia-smi")
+    for option, needs_gpu, other in (("device", "cuda", "cpu"), ("backend", "nccl", "gloo")):
+        if getattr(config, option) == needs_gpu and not torch.cuda.is_available():
+            remedy = f"use --{option} {other}, or check nvidia-smi"
+            raise SetupError(f"--{option} {needs_gpu}: torch finds no GPU here; {remedy}")
 
 
 @contextmanager
@@ -166,8 +158,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device, backend = _choose_device(config, infos, env.rank)
         if config.device == "auto" and device.type == "cpu" and env.rank == 0 and (unused := _other_accelerator()):
-            why = "DDP needs gloo on CPUs or NCCL on CUDA devices"
-            log.warning(f"warning: the {unused} device of this machine is not used, because {why}: training on the CPU")
+            why = "DDP needs gloo on CPUs or NCCL on CUDA devices: training on the CPU"
+            log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams)
@@ -206,14 +198,16 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
             raise SetupError(f"rank {env.rank} cannot connect to the others over {backend}: {reason}") from error
         _groups.append(dist.group.WORLD)
         if backend == "nccl":
-            # At its timeout, NCCL aborts the process without a message. Control traffic, over gloo, ends it before.
-            group = dist.distributed_c10d._get_default_group()
-            _set_timeout(group._get_backend(device), timeout + NCCL_GRACE_S)
+            _set_nccl_timeout(backend_of(device), timedelta(seconds=timeout + NCCL_GRACE_S))
         dist.all_reduce(torch.zeros(1))  # no rank continues, and perhaps exits, before all are connected
 
 
-def _set_timeout(backend: Any, seconds: float) -> None:
-    backend._set_default_timeout(timedelta(seconds=seconds))
+def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:
+    """At its timeout NCCL aborts the process without a message. Control traffic, over gloo, ends it before."""
+    # Since torch 2.15, NCCL's backend has no _set_default_timeout. Without both, NCCL's timeout may come first.
+    for name in ("set_timeout", "_set_default_timeout"):
+        if hasattr(backend, name):
+            return getattr(backend, name)(timeout)
 
 
 def _destroy_group() -> None:
@@ -246,8 +240,7 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
 
 def _other_accelerator() -> str | None:
     """A device that torch could use here, and this project does not: Apple's mps, or Intel's xpu."""
-    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
-    found = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None or found.type == "cuda" else found.type
 
 
@@ -260,13 +253,3 @@ def _choose_interface(infos: list[RankInfo], own: RankInfo) -> str | None:
     if address is not None and is_loopback(address):  # rank 0's machine, where the name of the endpoint is loopback
         address = next((own_address(other, 9) for other in elsewhere if other is not None), None)
     return interface_of(address) if address is not None else None
-
-
-def plural(number: int, word: str, ending: str = "s") -> str:
-    """`1 process`, `2 processes`."""
-    return f"{number} {word}{'' if number == 1 else ending}"
-
-
-def available_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,10 +10,6 @@ from enum import Enum
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-MPIRUN_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-SRUN_VARIABLES = tuple(f"SLURM_{name}" for name in ("PROCID", "NTASKS", "LOCALID", "JOB_ID", "STEP_ID", "NODELIST"))
-
 
 class Launcher(Enum):
     """What started this process."""
@@ -25,6 +21,15 @@ class Launcher(Enum):
     MPIRUN = "mpirun"
     NPROC = "--nproc"
     TEST = "test"
+
+
+# What each launcher sets: rank, number of processes and local rank; then what else is needed. torch.distributed.launch
+# passes the local rank as an argument.
+VARIABLES = {
+    Launcher.TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    Launcher.MPIRUN: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    Launcher.SRUN: tuple(f"SLURM_{name}" for name in ("PROCID", "NTASKS", "LOCALID", "JOB_ID", "STEP_ID", "NODELIST")),
+}
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,9 @@ class RankEnv:
     @property
     def endpoint_text(self) -> str:
         """The endpoint as the user has given it."""
-        variables = [f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")]
-        return " ".join(variables) if self.init_method == "env://" else str(self.init_method)
+        if self.init_method != "env://":
+            return str(self.init_method)
+        return f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
 
 
 def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
@@ -78,57 +84,63 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
         if "RANK" in environ:
             raise UsageError("--rank is given, and a launcher has set RANK: remove one of them")
         return RankEnv(config.rank, config.world_size, config.local_rank, config.init_method, Launcher.ARGUMENTS)
-    if "RANK" not in environ and any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
-        env = _from_mpirun(environ)
-    # In a batch script without srun, SLURM_PROCID is 0 and there is no step.
-    elif "RANK" not in environ and ("SLURM_STEP_ID" in environ or environ.get("SLURM_PROCID", "0") != "0"):
-        env = _from_srun(environ)
-    elif any(name in environ for name in (*TORCHRUN_VARIABLES, "LOCAL_RANK")):
-        env = _from_torchrun(config, environ)
-    elif config.local_rank is not None:
-        raise UsageError("--local-rank is given, but no launcher has set " + ", ".join(TORCHRUN_VARIABLES))
-    else:
+    launcher = _find_launcher(environ)
+    if launcher == Launcher.NONE:
+        if config.local_rank is not None:
+            raise UsageError(
+                "--local-rank is given, but no launcher has set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+            )
         return RankEnv()
-    if config.local_rank not in (None, env.local_rank):
-        theirs = f"the local rank {env.local_rank} of {env.launcher.value}"
-        raise UsageError(f"--local-rank {config.local_rank} contradicts {theirs}: remove it")
-    return env
-
-
-def _from_torchrun(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
-    """torchrun, and torch.distributed.launch, which passes --local-rank as well."""
-    _require(environ, TORCHRUN_VARIABLES, Launcher.TORCHRUN, also=("LOCAL_RANK",))
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    local_rank = _integer(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else config.local_rank
-    # With clocks that differ, torchrun's c10d rendezvous lets a node train alone.
-    nodes, processes = environ.get("NNODES", ""), environ.get("NPROC_PER_NODE", "")
-    if nodes.isdigit() and processes.isdigit() and int(nodes) * int(processes) != world_size:
+    names = VARIABLES[launcher]
+    if missing := [name for name in names if not environ.get(name) and name != "LOCAL_RANK"]:
+        found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise SetupError(
-            f"WORLD_SIZE={world_size} is not NNODES={nodes} x NPROC_PER_NODE={processes}: some machines did not join; "
-            "compare their clocks and addresses, or unset NNODES and NPROC_PER_NODE"
+            f"the environment of {launcher.value} is incomplete: {found} set, {', '.join(missing)} missing; "
+            f"start with {launcher.value}, or unset these variables"
         )
-    return RankEnv(rank, world_size, local_rank, "env://", Launcher.TORCHRUN)
+    if launcher == Launcher.SRUN and "SLURM_STEP_NUM_TASKS" in environ:  # a step may be smaller than its job
+        names = (names[0], "SLURM_STEP_NUM_TASKS", *names[2:])
+    rank, world_size = _integer(environ, names[0]), _integer(environ, names[1])
+    local_rank = _integer(environ, names[2]) if names[2] in environ else config.local_rank
+    if config.local_rank not in (None, local_rank):
+        theirs = f"the local rank {local_rank} of {launcher.value}"
+        raise UsageError(f"--local-rank {config.local_rank} contradicts {theirs}: remove it")
+    return RankEnv(rank, world_size, local_rank, _init_method(launcher, environ, world_size), launcher)
 
 
-def _from_mpirun(environ: Mapping[str, str]) -> RankEnv:
-    _require(environ, MPIRUN_VARIABLES, Launcher.MPIRUN)
-    rank, world_size, local_rank, local_size = (_integer(environ, name) for name in MPIRUN_VARIABLES)
-    host = "127.0.0.1" if local_size == world_size else environ.get("MASTER_ADDR")
-    if host is None:
-        raise SetupError("mpirun on several machines: pass rank 0's address with -x MASTER_ADDR=...")
-    job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", str(os.getppid())))
-    return RankEnv(rank, world_size, local_rank, _tcp_address(host, job, environ), Launcher.MPIRUN)
+def _find_launcher(environ: Mapping[str, str]) -> Launcher:
+    if "RANK" not in environ:
+        if any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
+            return Launcher.MPIRUN
+        # In a batch script without srun, SLURM_PROCID is 0 and there is no step.
+        if "SLURM_STEP_ID" in environ or environ.get("SLURM_PROCID", "0") != "0":
+            return Launcher.SRUN
+    return Launcher.TORCHRUN if any(name in environ for name in VARIABLES[Launcher.TORCHRUN]) else Launcher.NONE
 
 
-def _from_srun(environ: Mapping[str, str]) -> RankEnv:
-    _require(environ, SRUN_VARIABLES, Launcher.SRUN)
-    # A step may be smaller than its job: the step's own numbers come first.
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    rank, world_size, local_rank = (_integer(environ, name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID"))
-    nodes = environ.get("SLURM_STEP_NODELIST", environ["SLURM_NODELIST"])
-    host = environ.get("MASTER_ADDR") or (first_host(nodes) if re.search(r"[,\[]", nodes) else "127.0.0.1")
-    address = _tcp_address(host, f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", environ)
-    return RankEnv(rank, world_size, local_rank, address, Launcher.SRUN)
+def _init_method(launcher: Launcher, environ: Mapping[str, str], world_size: int) -> str:
+    if launcher == Launcher.TORCHRUN:
+        # With clocks that differ, torchrun's c10d rendezvous lets a node train alone.
+        nodes, processes = environ.get("NNODES", ""), environ.get("NPROC_PER_NODE", "")
+        if nodes.isdigit() and processes.isdigit() and int(nodes) * int(processes) != world_size:
+            raise SetupError(
+                f"WORLD_SIZE={world_size} is not NNODES={nodes} x NPROC_PER_NODE={processes}: some machines did not "
+                "join; compare their clocks and addresses, or unset NNODES and NPROC_PER_NODE"
+            )
+        return "env://"
+    host = environ.get("MASTER_ADDR")
+    if launcher == Launcher.SRUN:
+        nodes = environ.get("SLURM_STEP_NODELIST", environ["SLURM_NODELIST"])
+        host = host or (first_host(nodes) if re.search(r"[,\[]", nodes) else "127.0.0.1")
+        job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    else:
+        if _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == world_size:
+            host = "127.0.0.1"
+        if host is None:
+            raise SetupError("mpirun on several machines: pass rank 0's address with -x MASTER_ADDR=...")
+        job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", str(os.getppid())))
+    # The port follows from the job's id, so that all ranks agree.
+    return f"tcp://{host}:{environ.get('MASTER_PORT', 20000 + zlib.crc32(job.encode()) % 10000)}"
 
 
 def first_host(nodelist: str) -> str:
@@ -137,20 +149,6 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise SetupError(f"Slurm's node list {nodelist!r} has no first host: set MASTER_ADDR")
     return "".join(part or "" for part in match.groups())
-
-
-def _tcp_address(host: str, job: str, environ: Mapping[str, str]) -> str:
-    """The port is MASTER_PORT, or follows from the job's id so that all ranks agree."""
-    return f"tcp://{host}:{environ.get('MASTER_PORT', 20000 + zlib.crc32(job.encode()) % 10000)}"
-
-
-def _require(environ: Mapping[str, str], names: tuple[str, ...], by: Launcher, also: tuple[str, ...] = ()) -> None:
-    if missing := [name for name in names if not environ.get(name)]:
-        found = ", ".join(f"{name}={environ[name]}" for name in (*names, *also) if name in environ)
-        raise SetupError(
-            f"the environment of {by.value} is incomplete: {found} set, {', '.join(missing)} missing; "
-            f"start with {by.value}, or unset these variables"
-        )
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -47,14 +47,9 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 @contextmanager
 def same_on_all_ranks(seed: int, step: int) -> Iterator[None]:
     """Let torch draw the same numbers on every rank within the block: noise of an optimizer, for example."""
-    before = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed_step(seed, step, rank=-1)
-    try:
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        seed_step(seed, step, rank=-1)
         yield
-    finally:
-        torch.set_rng_state(before[0])
-        if before[1] is not None:
-            torch.cuda.set_rng_state(before[1])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ddp.core.errors import CollectiveMismatch
-from ddp.core.stop_signal import stop_signal
-from ddp.distributed.collective_log import Collective, collective_count, explain_other_number, recorded_collectives
-from ddp.distributed.streams import CpuStreams
+from ddp.core.signals import stop_signal
+from ddp.distributed.rank_reports import MISMATCH_ADVICE, Report, collective_count, differences, own_report
+from ddp.distributed.tensors import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
 MAX_STEPS_BETWEEN_SYNCS = 64  # in case steps suddenly take much longer
@@ -73,6 +73,7 @@ class StopSync:
 
     def _find_mismatch(self) -> str:
         """What the ranks did differently, as far as it was recorded. Call on every rank."""
-        logs: list[list[Collective]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(logs, recorded_collectives())
-        return explain_other_number(dict(enumerate(logs)))
+        reports = [Report("", 0.0, [])] * dist.get_world_size()
+        dist.all_gather_object(reports, own_report())
+        found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
+        return f"{found}: {MISMATCH_ADVICE}"

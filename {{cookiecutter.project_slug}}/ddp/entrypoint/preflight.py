@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import SetupError
+from ddp.core.errors import SetupError, plural
 from ddp.core.run_config import RunConfig
-from ddp.distributed.process_group import DistContext, init_distributed, plural
+from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,10 @@ MIN_TRANSFER_S = 0.2  # a transfer this long shows the speed of the network
 MIN_BYTES, MAX_BYTES = 2**18, 2**28
 REPEATS = 20
 Collective = Callable[[torch.Tensor, DistContext], Any]  # in place
+
+
+class WrongResult(SetupError, on_every_rank=True):
+    """A collective does not compute what it should."""
 
 
 def _all_gather(tensor: torch.Tensor, ctx: DistContext) -> None:
@@ -38,7 +42,7 @@ COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
 
 
 def check(config: RunConfig, env: RankEnv) -> None:
-    """Run the collectives of a training with these options. Raises SetupError if a result is wrong."""
+    """Run the collectives of a training with these options. Raises WrongResult."""
     with init_distributed(replace(config, timeout=min(config.timeout, TIMEOUT_S)), env) as ctx:
         log.info("\n%s on %s, %s", plural(ctx.world_size, "process", "es"), ctx.device.type, ctx.backend)
         if ctx.world_size > 1:
@@ -56,7 +60,7 @@ def check(config: RunConfig, env: RankEnv) -> None:
 
 
 def _check_result(name: str, collective: Collective, ctx: DistContext) -> None:
-    """Raise SetupError, on every rank, if `collective` returns a wrong result on any rank."""
+    """Raise WrongResult, on every rank, if `collective` returns a wrong result on any rank."""
     n, share = ctx.world_size, 1009
     numbers = torch.arange(n * share, dtype=torch.float32)  # integers, so that sums are exact
     base = numbers % 251  # rank r sends base + r
@@ -71,9 +75,7 @@ def _check_result(name: str, collective: Collective, ctx: DistContext) -> None:
     if not all(correct):
         wrong = ", ".join(str(rank) for rank, right in enumerate(correct) if not right)
         remedy = "check the driver, the memory and the network cards of these machines"
-        error = SetupError(f"{name} over {ctx.backend} returned a wrong result on rank {wrong}: {remedy}")
-        error.on_every_rank = True
-        raise error
+        raise WrongResult(f"{name} over {ctx.backend} returned a wrong result on rank {wrong}: {remedy}")
 
 
 def _seconds(collective: Collective, size: int, ctx: DistContext, repeats: int) -> float:

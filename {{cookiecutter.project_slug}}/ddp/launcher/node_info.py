@@ -15,17 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ddp.core.errors import print_line
-from ddp.core.network import interface_of
+from ddp.core.errors import differences, first_few, print_line
+from ddp.core.files import hash_source_files
+from ddp.core.host import interface_of
 from ddp.core.options import flag_of
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
-from ddp.core.source_hash import hash_source_files
-from ddp.launcher.options import LaunchOptions
+from ddp.launcher.launch_options import LaunchOptions
 
 MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
 LOW_DISK_GB = 5.0
@@ -57,8 +56,8 @@ class NodeInfo:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, line: bytes) -> "NodeInfo | None":
-        """None for anything that another program sends. Facts that a table cannot show are left out."""
+    def from_json(cls, line: bytes) -> "NodeInfo":
+        """Raises ValueError for anything that another program sends. Facts that a table cannot show are left out."""
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             sent = json.loads(line)
             rank, host, shared = sent["node_rank"], sent.get("host", "?"), sent["shared"]
@@ -67,7 +66,7 @@ class NodeInfo:
                 if "clock" in facts:
                     facts["offset"] = facts["clock"] - time.time()
                 return cls(rank, host, shared, facts)
-        return None
+        raise ValueError("not a node")
 
     def fits_in_one_table(self, other: "NodeInfo") -> bool:
         """Whether --check can show both nodes, however else they differ."""
@@ -75,15 +74,15 @@ class NodeInfo:
 
     def differences(self, other: "NodeInfo") -> str:
         """What another node would run that this one would not, and what to do; empty if there is nothing."""
-        ours, theirs = self.shared, other.shared
-        found = [
-            f"{name} differs" if name.startswith("the file ") else f"{name} is {ours.get(name)} and {theirs.get(name)}"
-            for name in {**ours, **theirs}
-            if ours.get(name) != theirs.get(name)
-        ]
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        found = []
+        for is_file, changed in ((False, "{name} is {first} and {second}"), (True, "{name} differs")):
+            ours, theirs = (
+                {name: value for name, value in node.shared.items() if name.startswith("the file ") == is_file}
+                for node in (self, other)
+            )
+            found += differences(ours, theirs, changed)
         remedy = "Start all nodes with the same options, code and versions"
-        return f"{self} and {other} do not agree: {'; '.join(found[:3])}{more}. {remedy}" if found else ""
+        return f"{self} and {other} do not agree: {first_few(found, limit=3)}. {remedy}" if found else ""
 
     def add_network_facts(self, address: str) -> None:
         """Add what only a connection shows: this node's own address there, and its clock."""
@@ -118,15 +117,14 @@ def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
 def gpu_names() -> list[str]:
     """The names of this machine's GPUs, also of those that CUDA_VISIBLE_DEVICES hides."""
     names = _ask_nvidia_smi()
-    if names is not None:
-        return names
-    return _ask_torch({name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name})
+    if names is None:
+        names = _ask_torch({name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name})
+    return names
 
 
 def visible_gpus() -> int:
     """How many GPUs a process here can use."""
-    names = _ask_nvidia_smi()
-    if names is None:
+    if (names := _ask_nvidia_smi()) is None:
         return len(_ask_torch(os.environ))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len(names) if visible is None else count_visible(visible, len(names))
@@ -137,17 +135,13 @@ def count_visible(visible: str, gpus: int) -> int:
 
     The first entry decides whether the entries are indices or UUIDs. A repeated one makes the whole list void.
     """
-    prefix = visible[:4] if visible.startswith(("GPU-", "MIG-")) else ""
-    devices: list[str | int] = []
-    for entry in visible.split(","):
-        found = re.match(prefix or r"\s*\+?\d+", entry)  # CUDA reads "1x" as 1
-        if found is None:
-            break
-        device = entry if prefix else int(found[0])
-        if device in devices:
-            return 0
-        devices.append(device)
-    return len(list(takewhile(lambda device: isinstance(device, str) or device < gpus, devices)))
+    uuids = visible.startswith(("GPU-", "MIG-"))
+    pattern = visible[:4] if uuids else r"\s*\+?\d+"  # CUDA reads "1x" as 1
+    found = takewhile(bool, (re.match(pattern, entry) for entry in visible.split(",")))
+    devices: list[Any] = [match.string if uuids else int(match[0]) for match in found if match]
+    if len(set(devices)) < len(devices):
+        return 0
+    return len(devices) if uuids else len(list(takewhile(lambda device: device < gpus, devices)))
 
 
 def _ask_nvidia_smi() -> list[str] | None:
@@ -163,7 +157,11 @@ def _ask_nvidia_smi() -> list[str] | None:
 
 def _ask_torch(environ: Mapping[str, str]) -> list[str]:
     """The names of the GPUs that torch sees with these variables: for AMD's, and where nvidia-smi is missing."""
-    if not _torch_may_find_gpus():
+    # Importing torch takes seconds: ask only if a driver is loaded that this torch is built for.
+    spec = importlib.util.find_spec("torch")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    nvidia, amd = any(DEVICE_FILES.glob("nvidia[0-9]*")), (DEVICE_FILES / "kfd").exists()
+    if not ((nvidia and built.get("cuda")) or (amd and built.get("hip"))):
         return []
     command = [sys.executable, "-c", ASK_TORCH]
     try:
@@ -174,15 +172,9 @@ def _ask_torch(environ: Mapping[str, str]) -> list[str]:
         return []
 
 
-def _torch_may_find_gpus() -> bool:
-    """Whether a driver is loaded that this torch is built for. If not, the seconds that its import takes are saved."""
-    spec = importlib.util.find_spec("torch")
-    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
-    nvidia, amd = any(DEVICE_FILES.glob("nvidia[0-9]*")), (DEVICE_FILES / "kfd").exists()
-    return bool((nvidia and built.get("cuda")) or (amd and built.get("hip")))
-
-
 def _version_of(package: str) -> str:
+    from importlib import metadata  # slow, and not needed to check a command line
+
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "-"

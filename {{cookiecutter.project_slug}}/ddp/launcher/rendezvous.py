@@ -5,22 +5,19 @@ receive the same answer. Errors that torchrun would find by a timeout, or never,
 node, within seconds.
 """
 
-import asyncio
 import errno
 import json
 import platform
-import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UserError, one_line, print_line
-from ddp.core.network import addresses, is_loopback, is_own_address, listen, plain, port_owner
-from ddp.core.signals import STOP_SIGNALS
+from ddp.core.host import addresses, is_loopback, is_own_address, listen, plain, port_owner
 from ddp.launcher.node_info import NodeInfo, print_table
 
 # Node 0 speaks first: a node that is early, and reaches the torchrun store of a job that ends, sends nothing.
@@ -28,7 +25,7 @@ GREETING = b"ddp rendezvous\n"
 MAX_INFO_BYTES = 2**20
 REPLY_TIMEOUT_S = 3.0  # for a connection, a greeting, a registration; and until waiting is announced
 RETRY_INTERVAL_S = 0.5
-WAKE_INTERVAL_S = 0.05  # how long node 0 serves connections before it looks who has registered, and at signals
+WAKE_INTERVAL_S = 0.05
 LATE_NODES_GRACE_S = 5.0  # after a mismatch, wait for late nodes, so that they receive the answer as well
 FOREIGN_PROGRAM_GRACE_S = 10.0  # another program may hold the port for a while: the end of an earlier run, perhaps
 
@@ -144,25 +141,17 @@ def _request_start(info: NodeInfo, endpoint: Endpoint, wait: float) -> str:
     raise kinds.get(answer["exit_code"], SetupError)(answer["message"])
 
 
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Let signals' handlers run after this block: within asyncio, what they raise may be lost, or only printed."""
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
 class RendezvousServer:
-    """Node 0's side: an event loop serves the connections, and `run` looks now and then at who has registered."""
+    """Node 0's side. A thread serves each connection, so one slow client cannot delay the others."""
 
     def __init__(self, info: NodeInfo, endpoint: Endpoint) -> None:
         self.info, self.endpoint = info, endpoint
         self.nnodes: int = info.shared["--nnodes"]
         info.address = endpoint.host  # until another node connects
-        self.connections: dict[asyncio.StreamWriter, NodeInfo | None] = {}  # None until the node has registered
+        self.threads: dict[socket.socket, threading.Thread] = {}  # of all connections
+        self.nodes: dict[socket.socket, NodeInfo] = {}  # of those that have registered
         self.mismatch, self.answer = "", b""
+        self.lock = threading.Lock()  # while a thread registers a node
         try:
             self.listener = listen(endpoint.port)
         except OSError as error:
@@ -170,26 +159,17 @@ class RendezvousServer:
             why = f"is taken by {port_owner(endpoint.port)}" if taken else f"cannot be used ({error.strerror})"
             remedy = f"{'end that process, or ' if taken else ''}choose another --master-port for all nodes"
             raise SetupError(f"port {endpoint.port} of {platform.node()} {why}: {remedy}") from error
-        self.loop = asyncio.new_event_loop()
-        self.server: asyncio.Server | None = None
+        self.listener.settimeout(WAKE_INTERVAL_S)
 
-    @_signals_deferred()
     def close(self) -> None:
-        """Close all connections: torchrun's store needs the port."""
-        (self.server or self.listener).close()
+        """Send the rest of an answer, and close all connections: torchrun's store needs the port."""
+        self.listener.close()
         deadline = time.monotonic() + REPLY_TIMEOUT_S
-        while asyncio.all_tasks(self.loop):  # one for each connection; `close` sends the rest of an answer first
-            for writer in self.connections:
-                writer.close() if time.monotonic() < deadline else writer.transport.abort()
-            self.loop.run_until_complete(asyncio.sleep(WAKE_INTERVAL_S))
-        self.loop.close()
-
-    @_signals_deferred()
-    def _serve_connections(self) -> None:
-        if self.server is None:  # not in __init__: after a signal there, `close` would not be called
-            start = asyncio.start_server(self._serve, sock=self.listener, limit=MAX_INFO_BYTES, backlog=1024)
-            self.server = self.loop.run_until_complete(start)
-        self.loop.run_until_complete(asyncio.sleep(WAKE_INTERVAL_S))
+        for connection, thread in self.threads.items():
+            if connection in self.nodes:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> str:
         """Wait for all nodes, and answer them. Returns node 0's address as they see it."""
@@ -197,8 +177,9 @@ class RendezvousServer:
             self._wait_for_nodes()
             if self.info.facts and not self.mismatch:
                 self.info.add_network_facts(self.info.address)
-                print_table([self.info, *self._others()])  # all differences show before one is refused
-                self.mismatch = next(filter(None, map(self.info.differences, self._others())), "")
+                nodes = list(self._nodes().values())
+                print_table(nodes)  # all differences show before one is refused
+                self.mismatch = next(filter(None, map(self.info.differences, nodes)), "")
             if self.mismatch:
                 raise ConfigMismatch(self.mismatch)
         except UserError as error:
@@ -206,7 +187,7 @@ class RendezvousServer:
             deadline = time.monotonic() + LATE_NODES_GRACE_S
             while isinstance(error, ConfigMismatch) and self._missing() and time.monotonic() < deadline:
                 with suppress(UserError):
-                    self._serve_connections()
+                    self._accept()
             raise
         self._answer(start=True)
         return self.info.address
@@ -215,65 +196,67 @@ class RendezvousServer:
         start, announced, grace, port = time.monotonic(), False, self.endpoint.grace, self.endpoint.port
         while (missing := self._missing()) and not self.mismatch:
             waited = time.monotonic() - start
-            who = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            who = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))}"
             if waited > grace:
-                joined = ", ".join(map(str, (self.info, *self._others())))
+                joined = ", ".join(map(str, self._nodes().values()))
                 count = f"only {self.nnodes - len(missing)} of {self.nnodes} nodes joined at {self.endpoint}"
                 remedy = f"Run launch_node.sh there with --master-addr {self.endpoint.host} --master-port {port}"
                 raise self.endpoint.timeout_error(f"{count} within {grace:g} s: {joined}; missing: {who}. {remedy}")
             if waited > REPLY_TIMEOUT_S and not announced:
                 announced = True
                 print_line(f"node 0: waiting for {who} at port {port} (up to {grace:g} s)")
-            self._serve_connections()
+            self._accept()
 
-    def _others(self) -> list[NodeInfo]:
-        return sorted((node for node in self.connections.values() if node), key=lambda node: node.node_rank)
+    def _nodes(self) -> dict[int, NodeInfo]:
+        """The nodes that have registered, and this one, by rank."""
+        others = {node.node_rank: node for node in list(self.nodes.values())}
+        return dict(sorted({**others, 0: self.info}.items()))
 
     def _missing(self) -> list[int]:
-        joined = {node.node_rank for node in self._others()}
-        return [rank for rank in range(1, self.nnodes) if rank not in joined]
+        nodes = self._nodes()
+        return [rank for rank in range(self.nnodes) if rank not in nodes]
 
     def _answer(self, **answer: Any) -> None:
         """Answer all nodes that have registered, and those that will."""
         self.answer = json.dumps(answer).encode() + b"\n"
-        for writer, node in self.connections.items():
-            if node:
-                writer.write(self.answer)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until it is closed. Whatever it sends can only end itself."""
-        self.connections[writer] = None
-        try:
-            _detect_dead_peer(writer.get_extra_info("socket"))
-            writer.write(GREETING)
-            line = await asyncio.wait_for(reader.readuntil(b"\n"), REPLY_TIMEOUT_S)
-            if node := NodeInfo.from_json(line):
-                self._add(writer, node)
-                await reader.read(1)  # a registered node sends nothing more: it is gone. It may register again
-        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            pass  # from a port scanner, or from a process of an earlier job. Python 3.10 has two kinds of TimeoutError
-        finally:
-            del self.connections[writer]
-            writer.transport.abort()
+        for connection in list(self.nodes):
             with suppress(OSError):
-                await writer.wait_closed()
+                connection.shutdown(socket.SHUT_RD)  # wakes its thread
 
-    def _add(self, writer: asyncio.StreamWriter, node: NodeInfo) -> None:
-        """A node has joined; also a wrong one receives the answer. Raises OSError if it is gone."""
-        connection = writer.get_extra_info("socket")
-        node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
-        if self.info.address == self.endpoint.host or not is_loopback(own):
-            self.info.address = own  # if there are several, one that leads to other machines
-        self.mismatch = self.mismatch or self._conflict(node)
-        self.connections[writer] = node
-        writer.write(self.answer)
+    def _accept(self) -> None:
+        """Accept a connection, or wait a moment for one."""
+        with suppress(OSError, RuntimeError):  # nobody has connected; or too many have, for files or threads
+            connection, _ = self.listener.accept()
+            self.threads[connection] = threading.Thread(target=self._serve, args=[connection], daemon=True)
+            self.threads[connection].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """In a thread: one connection, until it is closed. Bad input closes only this connection."""
+        # OSError and ValueError: from a port scanner, a process of an earlier job, or a node that is gone.
+        with connection, connection.makefile("rb") as lines, suppress(OSError, ValueError):
+            _detect_dead_peer(connection)
+            connection.settimeout(REPLY_TIMEOUT_S)
+            connection.sendall(GREETING)
+            node = NodeInfo.from_json(lines.readline(MAX_INFO_BYTES))
+            node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
+            with self.lock:
+                if self.info.address == self.endpoint.host or not is_loopback(own):
+                    self.info.address = own  # if there are several, one that leads to other machines
+                self.mismatch = self.mismatch or self._conflict(node)
+                self.nodes[connection] = node  # also a wrong one receives the answer
+            if not self.answer:
+                connection.settimeout(None)
+                connection.recv(1)  # a node sends nothing more: returns when there is an answer, or the node is gone
+            if self.answer:
+                connection.settimeout(REPLY_TIMEOUT_S)
+                return connection.sendall(self.answer)
+        self.nodes.pop(connection, None)  # it may register again
 
     def _conflict(self, node: NodeInfo) -> str:
         """Why this node does not belong to this run; empty if it does."""
-        for other in (self.info, *self._others()):
-            if other.node_rank == node.node_rank:
-                ranks = f"from 0 to {self.nnodes - 1}"
-                return f"{other} and {node} have the same --node-rank: give each machine its own, {ranks}"
+        if other := self._nodes().get(node.node_rank):
+            ranks = f"from 0 to {self.nnodes - 1}"
+            return f"{other} and {node} have the same --node-rank: give each machine its own, {ranks}"
         if node.facts and self.info.fits_in_one_table(node):
             return ""  # --check compares the rest after all have joined
         return self.info.differences(node)

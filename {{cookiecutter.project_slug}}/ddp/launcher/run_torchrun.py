@@ -29,14 +29,13 @@ def run_torchrun(options: list[str]) -> int:
 
     Returns 0; 8 if a worker was killed, or if node 0's store is out of reach; 75 after a signal; 1 for other failures.
     """
-    # Its events look up the host's full name again and again, which takes seconds each time if no name server responds.
-    socket.getfqdn = lambda name="": name or socket.gethostname()
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "LOGLEVEL" not in os.environ:
         logging.disable()
+    sys.addaudithook(_refuse_reverse_lookup)
     arguments = run.parse_args(options)
     try:
         run.run(arguments)
@@ -51,6 +50,15 @@ def run_torchrun(options: list[str]) -> int:
         print_line(f"torchrun cannot reach node 0: {one_line(error)}")
         return ExitCode.PEER_LOST
     return ExitCode.SUCCESS
+
+
+def _refuse_reverse_lookup(event: str, arguments: object) -> None:
+    """Let socket.getfqdn return the plain name of this machine.
+
+    torchrun asks for the full one at its end, once for each worker and more. Without an answer each takes 10 s or more.
+    """
+    if event == "socket.gethostbyaddr":
+        raise OSError("not looked up")
 
 
 def _tell_other_nodes(rank: int, host: str, port: int) -> None:

@@ -1,7 +1,7 @@
-"""torchrun and its workers on this node: start them, watch them, stop them, collect what they left.
+"""The worker processes of this node: watched, asked to stop and killed together; with torchrun, also started here.
 
-A worker reports to its agent through files. torchrun gives each worker a directory, the one of TORCHELASTIC_ERROR_FILE;
-the worker (core/process_exit.py) writes into it, and the agent only reads:
+torchrun's workers report to the agent through files. torchrun gives each a directory, that of
+TORCHELASTIC_ERROR_FILE. The worker (core/process_exit.py) writes into it, and the agent only reads:
 
 pid         the worker's process id, once it handles signals
 output_dir  the output directory, once the worker has joined the others
@@ -14,6 +14,7 @@ The agent sends its workers nothing but a signal: to save and exit.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,17 +23,15 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ddp.core.errors import ExitCode, print_line
-from ddp.core.signals import is_alive, send_signal
-from ddp.core.source_hash import PROJECT_DIR
-from ddp.launcher.options import LaunchOptions
-from ddp.launcher.restart_policy import GroupEnd, RunResult
+from ddp.core.files import PROJECT_DIR
+from ddp.core.host import available_cores
+from ddp.core.signals import SignalHandler, is_alive, send_signal
+from ddp.launcher.launch_options import LaunchOptions
 
 # Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to run_torchrun.py.
 START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchrun import main; main()"
@@ -42,21 +41,88 @@ TORCHRUN_VARIABLES = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
 OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 # How long torchrun may outlive its workers: if one of them failed, and if all are done: it waits for the other nodes.
 FAILED_WORKERS_GRACE_S, DONE_WORKERS_GRACE_S = 5.0, 60.0
-WORKER_POLL_INTERVAL_S = 0.1
+POLL_INTERVAL_S = 0.1
+KILL_TIMEOUT_S = 5.0  # for the kernel to end killed processes
 
 
-class WorkerGroup:
-    """torchrun and its workers. As a context manager: none of them is left when the block ends."""
+@dataclass
+class RunResult:
+    """How a worker group ended, and what the agent does about it."""
 
-    def __init__(self, options: LaunchOptions, main_options: list[str], timeout: float, **variables: str) -> None:
-        self.nproc, self.timeout = options.nproc_per_node, timeout
+    exit_code: int
+    message: str = ""
+    restartable: bool = False
+    reported: bool = True  # whether a worker or torchrun has printed the reason
+    saved_step: int | None = None  # of the last checkpoint, if a worker recorded it
+
+
+class WorkerProcesses:
+    """Processes that are watched, asked to stop and killed together, whoever starts them: torchrun, or --nproc."""
+
+    # After the first failure the others have time to report it: seconds until they are asked to stop, and are killed.
+    stop_after_s, kill_after_s = math.inf, math.inf
+    failure = "another process failed"
+
+    def __init__(self) -> None:
+        self.stop_requested = False  # by the user
+        self.survivors: list[int] = []  # process ids: those that were asked to stop because another process failed
+
+    def running(self) -> list[int]:
+        """The process ids of those that run; empty at the end."""
+        raise NotImplementedError
+
+    def has_failed(self) -> bool:
+        """Whether one has failed, so that the others have limited time."""
+        raise NotImplementedError
+
+    def stop(self, number: int) -> None:
+        """Ask all to save and exit. Not with `number`: a rank that still starts would print a traceback for SIGINT."""
+        for pid in self.running():
+            send_signal(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all, and wait until they are gone."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while (running := self.running()) and time.monotonic() < deadline:
+            for pid in running:
+                send_signal(pid, signal.SIGKILL)
+            time.sleep(POLL_INTERVAL_S)
+
+    def watch(self, requests: SignalHandler) -> None:
+        """Wait until all have exited. Passes on a request to stop, once; a second one kills all."""
+        failed_at = math.inf
+        while running := self.running():
+            if requests.first is not None and not self.stop_requested:
+                self.stop_requested = True
+                self.stop(requests.first)
+            failed_at = min(failed_at, time.monotonic()) if self.has_failed() else math.inf
+            elapsed = time.monotonic() - failed_at
+            if elapsed > self.stop_after_s and not self.survivors:
+                self.survivors = running
+                self.stop(signal.SIGTERM)
+            if elapsed > self.kill_after_s:
+                who = ", ".join(map(str, running))
+                print_line(f"killing processes {who}: they still run {self.kill_after_s:g} s after {self.failure}")
+            if requests.second is not None or elapsed > self.kill_after_s:
+                return self.kill()
+            time.sleep(POLL_INTERVAL_S)
+
+
+class WorkerGroup(WorkerProcesses):
+    """torchrun and its workers. None of them is left after `close`."""
+
+    failure = "torchrun"
+
+    def __init__(self, options: LaunchOptions, words: list[str], timeout: float, variables: dict[str, str]) -> None:
+        super().__init__()
+        # If torchrun was killed, its workers notice that, and save. One that waits for a lost worker gives up after
+        # --timeout, so those that are left then are stuck.
+        self.nproc, self.kill_after_s = options.nproc_per_node, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
-        self.stop_requested = self.torchrun_hung = False
-        self.exited_at: float | None = None  # when torchrun exited
-        self.idle_since: float | None = None  # when the workers exited, and torchrun did not
+        self.idle_since = math.inf  # when the workers exited, and torchrun did not
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
         self.torchrun = subprocess.Popen(
-            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *self._arguments(options), *main_options],
+            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *self._arguments(options), *words],
             env=_environment(self.nproc) | variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -71,46 +137,25 @@ class WorkerGroup:
         workers = [f"--nproc-per-node={self.nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         return [*nodes, *workers, str(PROJECT_DIR / "main.py")]
 
-    def __enter__(self) -> "WorkerGroup":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ---- while it runs ----------------------------------------------------------------------------------------------
+    def running(self) -> list[int]:
+        workers = [pid for pid in self.pids() if is_alive(pid)]
+        idle = not workers and len(self.pids()) == self.nproc
+        self.idle_since = min(self.idle_since, time.monotonic()) if idle else math.inf
+        grace = FAILED_WORKERS_GRACE_S if self._errors() else DONE_WORKERS_GRACE_S
+        if time.monotonic() - self.idle_since > grace:
+            self.torchrun.kill()  # it does not exit when it cannot reach its store
+        return workers if self.torchrun.poll() is not None else [self.torchrun.pid, *workers]
 
-    def has_exited(self) -> bool:
-        """Whether torchrun and all its workers are gone. Kills those that hang."""
-        running = [pid for pid in self.pids() if is_alive(pid)]
-        if self.torchrun.poll() is None:
-            self._kill_hung_torchrun(workers_run=bool(running))
-            return False
-        self.exited_at = self.exited_at or time.monotonic()
-        # If torchrun was killed, its workers notice that, and save. One that waits for a lost worker gives up after
-        # --timeout, so those that are left then are stuck. But after a request to stop, saving may take its time.
-        if running and not self.stop_requested and time.monotonic() - self.exited_at > self.timeout:
-            who = ", ".join(map(str, running))
-            print_line(f"killing processes {who}: they still run {self.timeout:g} s after torchrun")
-            return True
-        return not running
+    def has_failed(self) -> bool:
+        """Whether torchrun has exited. After a request to stop, the workers may take their time to save."""
+        return self.torchrun.poll() is not None and not self.stop_requested
 
-    def _kill_hung_torchrun(self, workers_run: bool) -> None:
-        """torchrun does not exit when it cannot reach its store."""
-        if workers_run or len(self.pids()) < self.nproc:
-            self.idle_since = None
-            return
-        self.idle_since = self.idle_since or time.monotonic()
-        failed = bool(self._errors())
-        if time.monotonic() - self.idle_since > (FAILED_WORKERS_GRACE_S if failed else DONE_WORKERS_GRACE_S):
-            # After a failure it would have exited at once; a worker that it has not waited for would be a zombie.
-            self.torchrun_hung = not failed and not any(psutil.pid_exists(pid) for pid in self.pids())
-            self.torchrun.kill()
-            self.torchrun.wait()
-
-    def stop(self, number: signal.Signals) -> None:
+    def stop(self, number: int) -> None:
         """Ask the workers to save and exit. Not through torchrun, which would kill them after 30 s."""
-        self.stop_requested = True
         pids = self.pids()
         if len(pids) < self.nproc:
             self.torchrun.terminate()
@@ -118,27 +163,16 @@ class WorkerGroup:
             send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def kill(self) -> None:
-        """Kill everything that this group has started."""
-        pids = self.pids()
-        if self.torchrun.poll() is None:
-            self.torchrun.kill()
+        """Kill everything that this group has started: also workers without a `pid` file, and DataLoader processes."""
+        import psutil  # slow, and not needed to check a command line
+
+        self.torchrun.kill()
         self.torchrun.wait()
-        for pid in {*pids, *self.pids(), *self._stray_pids()}:
-            send_signal(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # a worker leads a session; its DataLoader processes are in it
-        for _ in range(50):
-            if not any(is_alive(pid) for pid in pids):
-                return
-            time.sleep(WORKER_POLL_INTERVAL_S)
-
-    def _stray_pids(self) -> list[int]:
-        """Processes with this group's directory in their environment: also those without a `pid` file."""
-        folder = str(self.folder)
-        found = [(process.pid, process.info["environ"] or {}) for process in psutil.process_iter(["environ"])]
-        return [pid for pid, environ in found if any(folder in value for value in environ.values())]
-
-    # ---- what the workers wrote -------------------------------------------------------------------------------------
+        folder = str(self.folder)  # all have it in their environment
+        for process in psutil.process_iter(["environ"]):
+            if any(folder in value for value in (process.info["environ"] or {}).values()):
+                send_signal(process.pid, signal.SIGKILL)
+        super().kill()
 
     def pids(self) -> list[int]:
         """The workers that have started so far."""
@@ -149,49 +183,46 @@ class WorkerGroup:
         return next((Path(text) for text in self._read("output_dir")), None)
 
     def result(self) -> RunResult:
-        """How it ended, after all processes are gone."""
-        errors, end = self._errors(), self._group_end()
-        result = replace(end.value, saved_step=self._saved_step(), pids=self.pids())
-        if end in (GroupEnd.LOSS_REPORTED, GroupEnd.WORKER_REPORTED):
-            result.exit_code, result.message = errors[0]["exit_code"], errors[0]["message"]
-        elif end is GroupEnd.UNEXPLAINED:
-            result.exit_code = self.torchrun.returncode
-        return result
+        """How it ended, after all processes are gone: the first row of `table` whose condition is true.
 
-    def _group_end(self) -> GroupEnd:
-        """The first case that applies. restart_policy.py has what follows from it."""
+        A restart helps only after the loss of a process: exit code 8, a killed torchrun, or a failure that no worker
+        explains. An error that main.py reports (1 to 7) would occur again, and 75 was asked for.
+        """
         # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
-        torchrun_code, codes = self.torchrun.returncode, [error["exit_code"] for error in self._errors()]
+        code, errors = self.torchrun.returncode, self._errors()
+        codes = [error["exit_code"] for error in errors]
+        cause: dict[str, Any] = errors[0] if errors else {"exit_code": 0, "message": ""}
         # If a worker is killed, torchrun stops the others, and they exit with 75 as if the user had asked for that.
         only_stops = not self.stop_requested and all(code == ExitCode.STOPPED for code in codes)  # or no code at all
-        stopping = self.stop_requested or torchrun_code == ExitCode.STOPPED
-        cases = (
-            (len(self._read("done")) == self.nproc, GroupEnd.SUCCEEDED),  # whatever torchrun was asked meanwhile
-            (torchrun_code == ExitCode.PEER_LOST and only_stops, GroupEnd.WORKER_KILLED),
-            (torchrun_code != 0 and codes[:1] == [ExitCode.PEER_LOST], GroupEnd.LOSS_REPORTED),
-            (torchrun_code != 0 and codes, GroupEnd.WORKER_REPORTED),
-            (torchrun_code == 0 or self.torchrun_hung, GroupEnd.SUCCEEDED),  # hung: after all workers were done
-            (stopping and len(self.pids()) < self.nproc, GroupEnd.STOPPED_EARLY),
-            (stopping, GroupEnd.STOP_CUT_SHORT),
-            (torchrun_code < 0, GroupEnd.TORCHRUN_KILLED),
-            (True, GroupEnd.UNEXPLAINED),
-        )
-        return next(end for applies, end in cases if applies)
-
-    def _saved_step(self) -> int | None:
-        """The step of the last checkpoint, as far as workers recorded it."""
+        stopping = self.stop_requested or code == ExitCode.STOPPED
+        lost, early = ExitCode.PEER_LOST, "stopped before training began: nothing to save"
+        cut_short = "the processes were killed before they had stopped"
+        table = [
+            (len(self._read("done")) == self.nproc, RunResult(0)),  # whatever torchrun was asked meanwhile
+            (code == lost and only_stops, RunResult(lost, "a process was lost", restartable=True)),
+            (code != 0 and codes[:1] == [lost], RunResult(lost, cause["message"], restartable=True)),
+            (
+                code != 0 and codes,
+                RunResult(cause["exit_code"], cause["message"]),
+            ),  # also an orderly stop that only the workers know of
+            (code == 0, RunResult(0)),
+            (stopping and len(self.pids()) < self.nproc, RunResult(ExitCode.STOPPED, early, reported=False)),
+            (stopping, RunResult(lost, cut_short, reported=False)),
+            (code < 0, RunResult(lost, "torchrun was killed", restartable=True, reported=False)),
+        ]
+        unexplained = RunResult(code, "a process failed", restartable=True, reported=False)
+        result = next((result for applies, result in table if applies), unexplained)
         steps = [int(text) for text in self._read("saved") if text.isdigit()]
-        told = [error["saved"] for error in self._errors() if isinstance(error.get("saved"), int)]
-        return max([*steps, *told], default=None)
+        steps += [error["saved"] for error in errors if isinstance(error.get("saved"), int)]
+        return replace(result, saved_step=max(steps, default=None))
 
     def _errors(self) -> list[dict[str, Any]]:
         """What the workers that failed wrote, the root cause first."""
-        found = []
+        found: list[dict[str, Any]] = []
         for text in self._read("error.json"):
             with suppress(ValueError, KeyError, TypeError):
                 error = json.loads(text)["message"]
-                known = {"exit_code": int(error["errorCode"]), "message": error["message"]}
-                found.append({**error["extraInfo"], **known})
+                found.append(error["extraInfo"] | {"exit_code": int(error["errorCode"]), "message": error["message"]})
         return sorted(found, key=lambda error: (not error.get("cause", True), float(error.get("timestamp", 0))))
 
     def _read(self, name: str) -> list[str]:
@@ -207,7 +238,7 @@ def _environment(nproc: int) -> dict[str, str]:
     """The variables of torchrun, without settings of other launchers, which would apply to it."""
     foreign = [name for name in os.environ if name.startswith("PET_") or name in OTHER_LAUNCHERS]
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    kept["OMP_NUM_THREADS"] = kept.get("OMP_NUM_THREADS") or str(max(1, cores // nproc))  # torchrun would set 1
+    # torchrun would set 1.
+    kept["OMP_NUM_THREADS"] = kept.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc))
     kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
     return kept | TORCHRUN_VARIABLES

@@ -1,55 +1,77 @@
-"""Where metrics are shown: metrics.jsonl, TensorBoard, and the progress bar."""
+"""Where rank 0 writes metrics: metrics.jsonl, TensorBoard, and the trackers that main.py adds, such as W&B."""
 
 import json
+import logging
 import os
-import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from tqdm import tqdm
+from torch import Tensor
 
-from ddp.core.errors import UsageError
+from ddp.core.errors import UsageError, one_line
 from ddp.core.files import atomic_write, storage_errors
-from ddp.core.rank_logs import console
 
-SHOWN_IMAGES = 16
+log = logging.getLogger(__name__)
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
 RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
 
 
-class NullLogger:
-    """Accepts every call and does nothing. All ranks but 0 have one as their logger, so no code tests the rank."""
+class Tracker(Protocol):
+    """What a function of `trackers` in main.py returns. Rank 0 alone calls it."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self
+    def log(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        """Called after each line of metrics.jsonl, with its numbers. split: train, train_epoch, val or test."""
 
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        pass
+    def close(self) -> None:
+        """Called when the run ends, however it ends."""
 
-    def __bool__(self) -> bool:
-        return False
+
+class TensorBoard:
+    """The tracker that every run has. `hyperparameters` are shown next to the results on the page HPARAMS."""
+
+    def __init__(self, folder: Path, last_step: int, hyperparameters: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow: takes as long as many steps
+
+        threading.excepthook = _ignore_tensorboard_thread
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+        self.hyperparameters: Mapping[str, Any] | None = hyperparameters  # None once they are written
+
+    def log(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        numbers = {f"{split}/{name}": value for name, value in metrics.items()}
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+        if split in ("val", "test") and self.hyperparameters is not None:
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(dict(self.hyperparameters), numbers)[:2]:  # without the summary of the run's end
+                self.writer.file_writer.add_summary(summary)
+            self.hyperparameters = None
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 class MetricLogger:
-    """Writes metrics, on rank 0. Deletes lines after `last_step`, which a killed run wrote: they will come again."""
+    """Writes metrics. Deletes lines after `last_step`, which a killed run wrote: the resumed run writes them again."""
 
-    def __init__(self, folder: Path, last_step: int, hyperparameters: Mapping[str, Any]) -> None:
-        self.folder, self.last_step, self.hyperparameters = folder, last_step, hyperparameters
-        self.has_hyperparameters = False  # whether TensorBoard has them
-        self.path = folder / "metrics.jsonl"
+    def __init__(
+        self, config: Any, last_step: int, hyperparameters: Mapping[str, Any], trackers: Sequence[Callable] = ()
+    ) -> None:
+        self.folder = Path(config.output_dir)
+        self.path = self.folder / "metrics.jsonl"
         self.evaluated = _truncate_after(self.path, last_step)
         self.file = self.path.open("a", buffering=1)
-        self.tensorboard: Any = NullLogger()  # until the first line
-        self.bar: Any = NullLogger()
+        # Started for the first line: by then the options, the data and the model have proved to work.
+        self.starts = [("TensorBoard", lambda: TensorBoard(self.folder, last_step, hyperparameters))]
+        self.starts += [(getattr(start, "__name__", repr(start)), partial(start, config)) for start in trackers]
+        self.trackers: list[tuple[str, Any]] = []
 
-    def write(
-        self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any], inputs: Any = None
-    ) -> None:
-        """Write one line to metrics.jsonl, and its numbers to TensorBoard; and `inputs`, if they are images.
+    def write(self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Write one line to metrics.jsonl, and its numbers to the trackers.
 
         about: what a run knows by itself, with names of RESERVED. Raises UsageError if `metrics` have such a name.
         """
@@ -58,73 +80,55 @@ class MetricLogger:
         values = {**about, **metrics}
         if (split, step) in self.evaluated:
             return  # a finished run, or one resumed where the epoch has no step left for more processes
-        if not self.tensorboard:  # not earlier: the import alone takes as long as many steps
-            from torch.utils.tensorboard import SummaryWriter
-
-            threading.excepthook = _ignore_tensorboard_thread
-            self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.last_step + 1)
         self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
-        numbers = {f"{split}/{name}": value for name, value in values.items() if name not in NO_CURVE}
-        for name, value in numbers.items():
-            self.tensorboard.add_scalar(name, value, step)
-        if split in ("val", "test") and not self.has_hyperparameters:
-            self._write_hyperparameters(numbers)
-        self._write_images(step, inputs)
+        numbers = {name: value for name, value in values.items() if name not in NO_CURVE}
+        starts, self.starts = self.starts, []
+        for name, start in starts:
+            self._use(name, partial(self._start, name, start))
+        self._each(lambda tracker: tracker.log(step, split, numbers))
 
-    def _write_hyperparameters(self, metrics: Mapping[str, Any]) -> None:
-        """For TensorBoard's page that compares runs: the options, and which curves measure a run."""
-        from torch.utils.tensorboard.summary import hparams
+    def to_tensorboard(self, write: Callable[[Any], None]) -> None:
+        """Call `write` with TensorBoard's SummaryWriter."""
+        self._each(lambda tracker: write(tracker.writer) if isinstance(tracker, TensorBoard) else None)
 
-        self.has_hyperparameters = True
-        for summary in hparams(dict(self.hyperparameters), dict(metrics))[:2]:  # not that the run has ended
-            self.tensorboard.file_writer.add_summary(summary)
+    def write_images(self, images: Tensor, step: int) -> None:
+        """Show what the model gets: images [n, 1 or 3, h, w] in 0 to 1."""
+        self.to_tensorboard(lambda writer: writer.add_images("train/inputs", images, step))
 
-    def _write_images(self, step: int, inputs: Any) -> None:
-        """The first of a batch, if they are images: [b, 1 or 3, h, w], of any range."""
-        if isinstance(inputs, torch.Tensor) and inputs.dim() == 4 and inputs.shape[1] in (1, 3):
-            images = inputs[:SHOWN_IMAGES].detach().float().cpu()
-            low, high = images.min(), images.max()
-            self.tensorboard.add_images("train/inputs", (images - low) / (high - low).clamp(min=1e-12), step)
+    def _start(self, name: str, start: Callable[[], Any]) -> None:
+        self.trackers.append((name, start()))
 
-    def open_bar(self, title: str, steps: int, left: int) -> None:
-        """Show a progress bar, on a terminal."""
-        if sys.stderr.isatty():
-            options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
-            self.bar = tqdm(total=steps, initial=steps - left, desc=title, **options)
+    def _each(self, action: Callable[[Any], Any]) -> None:
+        self.trackers = [(name, each) for name, each in self.trackers if self._use(name, partial(action, each))]
 
-    def show_step(self, remaining_s: float | None) -> None:
-        """Move the progress bar on by a step, and show how long the whole run will still take."""
-        if self.bar:
-            left = "" if remaining_s is None else f"{tqdm.format_interval(remaining_s)} to the end of the run"
-            self.bar.set_postfix_str(left, refresh=False)
-            self.bar.update()
+    def _use(self, name: str, action: Callable[[], Any]) -> bool:
+        """Returns False if the tracker fails: metrics.jsonl has everything, so training continues without it."""
+        try:
+            action()
+        except Exception as error:
+            why = getattr(error, "strerror", None) or one_line(error)
+            log.warning(f"warning: no more metrics go to {name} ({why}); metrics.jsonl has all of them")
+            return False
+        return True
 
     def flush(self) -> None:
         self.file.flush()
-        self.tensorboard.flush()
+        self.to_tensorboard(lambda writer: writer.flush())
 
     def sync(self) -> None:
         """Make what was flushed survive a power cut. Raises StorageError."""
-        with storage_errors(self.folder):
-            for path in (self.path, *self.folder.glob("tensorboard/events*")):
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in (self.path, *self.folder.glob("tensorboard/events*")):
+            with storage_errors(path) if path == self.path else suppress(OSError), path.open("r+b") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        self.bar.close()
         self.flush()
         self.file.close()
-        self.tensorboard.close()
-
-
-def format_metrics(values: Mapping[str, float]) -> str:
-    """`loss 1.2345  accuracy 0.5678`: four decimals, or scientific notation for what is very small."""
-    formats = {name: ".1e" if 0 < abs(value) < 1e-3 else ".4f" for name, value in values.items()}
-    return "  ".join(f"{name} {value:{formats[name]}}" for name, value in values.items())
+        self._each(lambda tracker: tracker.close())
 
 
 def _ignore_tensorboard_thread(arguments: threading.ExceptHookArgs) -> None:
-    """On a full disk TensorBoard's thread raises; its next call in the main thread raises the same error again."""
+    """On a full disk, TensorBoard's thread raises. Its next call in the main thread raises the same error again."""
     from_tensorboard = type(arguments.thread).__module__.startswith("tensorboard.")
     if not (from_tensorboard and isinstance(arguments.exc_value, OSError)):
         threading.__excepthook__(arguments)
@@ -134,11 +138,11 @@ def _truncate_after(path: Path, last_step: int) -> set[tuple[str, int]]:
     """Delete the lines of `path` after `last_step`, and incomplete ones. Returns split and step of the evaluations."""
     kept, evaluated = [], set()
     for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):  # a kill cut it off
+        with suppress(ValueError, KeyError, TypeError):  # truncated when the process was killed
             values = json.loads(line)
             if values["step"] <= last_step:
                 kept.append(line + "\n")
                 evaluated |= {(values["split"], values["step"])} if values["split"] != "train" else set()
-    with atomic_write(path, "w") as file:
+    with atomic_write(path, "w", durable=True) as file:  # an empty file after a power failure would lose the history
         file.writelines(kept)
     return evaluated

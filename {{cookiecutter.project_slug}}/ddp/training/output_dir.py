@@ -15,9 +15,8 @@ import torch
 
 from ddp import __version__
 from ddp.core.errors import OutputInUse, SetupError, UsageError
-from ddp.core.files import TMP_PATTERN, atomic_write, sync_directory, write_json
+from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, sync_directory, write_json
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
-from ddp.core.source_hash import PROJECT_DIR
 from ddp.data.dataset import data_name
 from ddp.training.wrapping import model_name
 
@@ -41,6 +40,7 @@ class OutputDir:
         Raises SetupError if it is not writable, OutputInUse, and UsageError if --resume never finds checkpoints.
         """
         try:
+            new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             for folder in (self.path, self.checkpoints):
@@ -49,8 +49,10 @@ class OutputDir:
                 with atomic_write(folder / ".probe", durable=True) as file:
                     file.write(bytes(4096))
                 (folder / ".probe").unlink()
+            for folder in (self.path.absolute(), self.checkpoints, *new):
+                # POSIX: a new directory survives a power failure only if its parent was synced as well.
                 with suppress(OSError):  # the parent may not be readable
-                    sync_directory(folder.parent)  # the new directory itself survives a power cut
+                    sync_directory(folder.parent)
         except OSError as error:
             reason = f"cannot write to the output directory {self.path}: {error.strerror}"
             raise SetupError(f"{reason}; choose another --output-dir") from error

@@ -1,8 +1,10 @@
-"""Turn a model into one that trains on many processes: DDP, precision, gradient accumulation and compression."""
+"""Turn a model into one that trains on many processes: DDP, precision, accumulation, compression, EMA."""
 
+import copy
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
+from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
 def check_model(config: RunConfig, model: torch.nn.Module) -> None:
-    """Refuse options that this model or this machine does not support, before any rank waits for another."""
+    """Refuse options that this model or this machine does not support. Raises UsageError or SetupError."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
     batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules())
     if config.sync_bn and not gpu:
@@ -70,8 +73,15 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    group = None  # the default one
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        # With the wrapper that DETAIL puts around a group, DDP crashes on CPUs (SIGSEGV, seen with torch 2.15).
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        group = dist.new_group()
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     ddp_model = DistributedDataParallel(
         model,
+        process_group=group,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
@@ -96,31 +106,25 @@ def _only_batch_norm_has_buffers(model: torch.nn.Module) -> bool:
 
 def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
     """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
-    weights = {name: weight for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
-    unused = dict(weights)  # so far
-    handles = [
-        weight.register_post_accumulate_grad_hook(lambda _, name=name: unused.pop(name, None))
-        for name, weight in weights.items()
-    ]
-    unchecked = {id(weight) for weight in weights.values()}
+    unchecked = {
+        id(weight): (name, weight) for name, weight in ddp_model.module.named_parameters() if weight.requires_grad
+    }
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if len(unused) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
+        if not unchecked or ddp_model.find_unused_parameters or ddp_model.static_graph:
             return
-        updated = unchecked.intersection(id(weight) for group in optimizer.param_groups for weight in group["params"])
-        missing = [name for name, weight in unused.items() if id(weight) in updated]
-        if missing and not (ddp_model.find_unused_parameters or ddp_model.static_graph):
+        ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]} & unchecked.keys()
+        missing = [name for each, (name, weight) in unchecked.items() if each in ids and weight.grad is None]
+        if len(missing) == len(ids):  # no backward pass yet: a closure's will come, or this is another model's step
+            return
+        if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}; {rare}")
-        unchecked.difference_update(updated)
+        for each in ids:
+            del unchecked[each]
 
-    def remove(*_: Any) -> None:  # not in `check`: torch calls that while it iterates over its hooks
-        if not unchecked:
-            for handle in handles:
-                handle.remove()
-
-    handles += [register_optimizer_step_pre_hook(check), ddp_model.register_forward_pre_hook(remove)]
+    register_optimizer_step_pre_hook(check)
 
 
 def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
@@ -144,6 +148,43 @@ def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> 
     return future
 
 
+class ModelEma:
+    """--ema: the average of a model's weights and floating-point buffers over steps, which `module` holds.
+
+    Its state_dict has the model's own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self.module, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+        tensors = _tensors_of(self.module).items()
+        # Not the -inf of an attention mask, whose average with itself would be NaN.
+        self.averaged = {name for name, own in tensors if own.is_floating_point() and own.isfinite().all()}
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module) -> None:
+        """After an optimizer step: average = decay x average + (1 - decay) x weights. Other buffers are copied."""
+        ours, theirs = _tensors_of(self.module), _tensors_of(model)
+        averaged = [name for name in ours if name in self.averaged]
+        pair = [ours[name] for name in averaged], [theirs[name].detach() for name in averaged]
+        if (lerp := getattr(torch, "_foreach_lerp_", None)) is not None:  # all weights in a few kernels
+            lerp(*pair, 1 - self.decay)
+        else:
+            for own, other in zip(*pair, strict=True):
+                own.lerp_(other, 1 - self.decay)
+        for name in ours.keys() & theirs.keys() - self.averaged:  # a model may register buffers in its first pass
+            ours[name].copy_(theirs[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
     """The number format of --precision."""
     if config.precision == "fp32":
@@ -154,3 +195,9 @@ def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
 def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
     """All-reduce only in the last pass of a step. Forward and backward belong inside."""
     return nullcontext() if last else ddp_model.no_sync()
+
+
+def backward(loss: Any, scaler: torch.amp.GradScaler, passes: int) -> None:
+    """Add the gradients of `loss`, the mean of one of the `passes` of a step. Raises UsageError if it has none."""
+    check_loss(loss)
+    scaler.scale(loss / passes).backward()

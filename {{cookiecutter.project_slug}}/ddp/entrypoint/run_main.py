@@ -1,24 +1,30 @@
-"""launch(main, Config): read the command line, run main as one rank or as --nproc ranks, and exit with its code."""
+"""launch(main, Config): read the command line, run main as one rank or as --nproc ranks, and exit with its code.
+
+--nproc starts the ranks on this machine, forwards signals to them, and returns one exit code for all.
+"""
 
 import logging
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from ddp.core.errors import UsageError, UserError
+from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
+from ddp.core.files import correct_status
 from ddp.core.process_exit import REPORT_GRACE_S, exit_process, process_exit, translate_exception
 from ddp.core.rank_logs import console
-from ddp.core.run_config import CHECK_VARIABLE, RunConfig
-from ddp.core.stop_signal import stop_signal
+from ddp.core.run_config import CHECK_VARIABLE, RunConfig, output_dirs
+from ddp.core.signals import SignalHandler, killed_by, stop_signal
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env
-from ddp.distributed.rendezvous import report_early_failure
+from ddp.distributed.store import report_early_failure
 from ddp.entrypoint import preflight
-from ddp.entrypoint.spawn import spawn
+from ddp.launcher.worker_group import WorkerProcesses
 
 Main = Callable[[Any, RankEnv], None]  # with the Config of config.py
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # to report errors before the rank is known
@@ -65,6 +71,62 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     except BaseException as error:
         return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
     return process_exit.succeed()
+
+
+class SpawnedRanks(WorkerProcesses):
+    """The ranks that --nproc starts."""
+
+    stop_after_s = 5.0  # one that has not joined waits for the rank that failed
+    kill_after_s = 30.0  # until then they tell each other, and may be saving
+
+    def __init__(self, processes: list[Any]) -> None:
+        super().__init__()
+        self.processes = processes
+
+    def running(self) -> list[int]:
+        return [process.pid for process in self.processes if process.is_alive()]
+
+    def has_failed(self) -> bool:
+        return any(process.exitcode for process in self.processes)
+
+    def exit_code(self, requests: SignalHandler) -> int:
+        """One exit code for all: of a rank that exited by itself, otherwise of the signal that killed one."""
+        codes = [process.exitcode for process in self.processes if process.exitcode > 0]
+        killed = {rank: process for rank, process in enumerate(self.processes) if process.exitcode < 0}
+        by_others = {rank: process for rank, process in killed.items() if process.pid not in self.survivors}
+        if requests.second is not None:
+            quit = QuitImmediately(requests.second)
+            print_line(str(quit))
+            return quit.exit_code
+        if by_others and requests.first is not None and not codes:
+            print_line("stopped on request before training began: nothing to save")
+            return ExitCode.STOPPED
+        for rank, process in by_others.items():
+            print_line(f"rank {rank}: its process {process.pid} was {killed_by(process.exitcode)}")
+        if by_others and requests.first is None and (codes or self.survivors) and set(codes) <= {ExitCode.STOPPED}:
+            return ExitCode.PEER_LOST  # no user asked for a stop: we asked the processes that were left
+        return next(iter([*codes, *(128 - process.exitcode for process in (by_others or killed).values())]), 0)
+
+
+def spawn(run_rank: Callable[[RankEnv, int], int], nproc: int, output_dir: str) -> int:
+    """Call `run_rank` in `nproc` processes, with the process id of this one. Returns the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report in one line what its C++ code warns of
+    requests = SignalHandler()
+    requests.install()
+    with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # the ranks connect through a file: no port is needed
+        arguments = (run_rank, nproc, f"file://{folder}/rendezvous", os.getpid())
+        ranks = SpawnedRanks(mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False).processes)
+        ranks.watch(requests)
+        code = ranks.exit_code(requests)
+        for path in output_dirs(output_dir):
+            correct_status(path, [process.pid for process in ranks.processes], code, "a process was killed")
+        return code
+
+
+def _run_spawned(rank: int, run_rank: Callable[[RankEnv, int], int], nproc: int, init_method: str, parent: int) -> None:
+    mp.set_start_method(None, force=True)  # otherwise DataLoader workers would be spawned as well, and import torch
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent only, which forwards it once
+    exit_process(run_rank(RankEnv(rank, nproc, rank, init_method, Launcher.NPROC), parent))
 
 
 def _set_up_logging(rank: int) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import PeerLost, SetupError
-from ddp.core.network import is_own_address, listen, own_address, port_owner
+from ddp.core.errors import PeerLost, SetupError, UserError
+from ddp.core.host import is_own_address, listen, own_address, port_owner
 from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import RankEnv
 
@@ -79,9 +79,15 @@ def _wait_for_endpoint(env: RankEnv, timeout: float) -> None:
 
 def report_early_failure(error: BaseException, env: RankEnv) -> BaseException:
     """Tell the ranks that wait for this one that it failed before it joined them. Returns the root cause."""
-    if env.init_method is None or env.hosts_store or getattr(error, "on_every_rank", False):
+    if env.init_method is None or env.hosts_store:
         return error
-    store = call_with_timeout(EARLY_TIMEOUT_S, lambda: _connect_store(env, EARLY_TIMEOUT_S))
+
+    def connect() -> dist.Store | None:
+        with suppress(UserError):  # rank 0 may have failed as well, before it listens
+            return create_store(env, EARLY_TIMEOUT_S)
+        return None
+
+    store = call_with_timeout(2 * EARLY_TIMEOUT_S, connect)
     return error if store is None else FailureMonitor(store, env, EARLY_TIMEOUT_S).resolve_root_cause(error)
 
 

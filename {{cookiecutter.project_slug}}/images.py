@@ -1,18 +1,24 @@
-"""Images as batches: in memory, in files or in a cache of decoded files; random crops and flips; normalisation.
+"""Datasets of images: in memory, in files, or in a cache of decoded files. data.py and predict.py use them.
+
+If your data are not images, delete this file and predict.py, and write data.py without it: see docs/data.md.
 
 An image is uint8 [c, h, w] until it is prepared. A batch is targets [b], sample numbers [b] and images [b, c, h, w].
+The datasets augment and normalise whole batches on the device, many times faster than one image at a time.
 """
 
 import hashlib
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -25,15 +31,19 @@ from tqdm import tqdm
 
 from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
+from ddp.core.host import available_cores
 from ddp.data.dataset import BatchDataset
-from ddp.data.split import split_by_class
-from ddp.distributed.process_group import available_cores
 from ddp.distributed.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
 
 log = logging.getLogger(__name__)
 CHUNK_PIXELS = 256 * 32 * 32  # of images in memory that are prepared together: 3 MB of floats
 MAX_COPIED_BYTES = 1 << 30  # of images in memory of which a process keeps padded and flipped copies
 MAX_GPU_SHARE = 0.05  # of the free memory of a GPU, for images
+SHOWN_IMAGES = 16  # of the first batch, in TensorBoard
+SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,13 @@ class ImageTransforms:
 
 
 class ImageDataset(BatchDataset):
-    """Images of one size, which subclasses read. To change what happens to a batch, override `augment` or `prepare`."""
+    """Images of one size, which subclasses read. To change what happens to a batch, override `augment` or `prepare`.
 
-    def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms) -> None:
-        self.length, self.classes, self.transforms = length, classes, transforms
+    read_size: the height and width at which predict.py reads an image file; None if only a subclass can read one.
+    """
+
+    def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms, read_size: int | None) -> None:
+        self.length, self.classes, self.transforms, self.read_size = length, classes, transforms, read_size
         self._mean = self._std = torch.empty(0)
 
     def __len__(self) -> int:
@@ -104,6 +117,22 @@ class ImageDataset(BatchDataset):
         if inputs.shape[-1] != size:
             inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)
         return inputs, targets
+
+    def describe(self) -> dict[str, Any]:
+        """How images are prepared, for predict.py: {"images": ...}, or None if a subclass prepares or reads them."""
+        if type(self).prepare not in (ImageDataset.prepare, ImagesInMemory.prepare) or self.read_size is None:
+            return {"images": None}
+        chosen = self.transforms
+        known = {"mean": list(chosen.mean), "std": list(chosen.std), "image_size": chosen.image_size}
+        return {"images": {**known, "read_size": self.read_size}}
+
+    def example_images(self, inputs: Any) -> Tensor | None:
+        """The first prepared images, from 0 to 1; None if a subclass prepares something else."""
+        if not isinstance(inputs, Tensor) or inputs.dim() != 4 or inputs.shape[1] not in (1, 3):
+            return None
+        images = inputs[:SHOWN_IMAGES].detach().float()
+        low, high = images.aminmax()
+        return (images - low) / (high - low).clamp(min=1e-12)
 
     def _padded_and_flipped(self, images: Tensor) -> tuple[Tensor, int]:
         """All images, padded, then the same flipped: [2 b, c, h + 2 pad, w + 2 pad]; and `pad`."""
@@ -151,7 +180,7 @@ class ImagesInMemory(ImageDataset):
     in_memory = True
 
     def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str], transforms: ImageTransforms) -> None:
-        super().__init__(len(images), classes, transforms)
+        super().__init__(len(images), classes, transforms, read_size=images.shape[-1])
         # Small batches are made several at once: one by one, they would cost a small model some percent of its step.
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.images, self.targets = images, targets
@@ -210,7 +239,8 @@ class ImageFiles(ImageDataset):
             found = ImageFolder(str(folder))
         except OSError as error:
             raise SetupError(f"--data-dir: {error}") from error
-        super().__init__(len(found.samples), found.classes, transforms)
+        read_size = transforms.image_size if type(self).read is ImageFiles.read else None
+        super().__init__(len(found.samples), found.classes, transforms, read_size)
         self.folder, self.samples = folder, found.samples
 
     def _all_targets(self) -> Tensor:
@@ -260,7 +290,9 @@ def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:
     except OSError as error:
         raise SetupError(f"--cache {cache_dir}: {error}") from error
     targets = torch.tensor([target for _, target in files.samples])
-    return ImagesInMemory(images, targets, files.classes, files.transforms)
+    decoded = ImagesInMemory(images, targets, files.classes, files.transforms)
+    decoded.read_size = files.read_size
+    return decoded
 
 
 def _cache_key(files: ImageFiles) -> str:
@@ -286,3 +318,93 @@ def _decode(files: ImageFiles, path: Path) -> None:
         numpy.lib.format.write_array_header_1_0(file, header)
         for _, _, images in tqdm(loader, desc="decoding", unit="batch", leave=False, disable=None):
             file.write(images.numpy())
+
+
+class LabelledImages(NamedTuple):
+    """images [n, 3, 32, 32] uint8, targets [n] int64, and the names of the classes."""
+
+    images: Tensor
+    targets: Tensor
+    classes: list[str]
+
+
+def load_cifar10(folder: Path) -> tuple[LabelledImages, LabelledImages]:
+    """The training part and the test part. They are downloaded into `folder` once per machine.
+
+    Raises SetupError if they cannot be downloaded. https://www.cs.toronto.edu/~kriz/cifar.html
+    """
+    from torchvision.datasets import CIFAR10  # slow, and only needed here
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    def read() -> tuple[LabelledImages, LabelledImages]:
+        train, test = (CIFAR10(folder, train) for train in (True, False))  # verifies the MD5 of every file
+        return _to_tensors(train), _to_tensors(test)
+
+    try:
+        return read()
+    except RuntimeError:  # a file is missing or damaged
+        with downloading(CIFAR10.url, folder, ", or use --dataset synthetic"):
+            try:
+                return read()  # another process of this machine may have been first
+            except RuntimeError:
+                # Not download=True, which ignores batches.meta. An intact archive is unpacked without a download.
+                archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
+                download_and_extract_archive(CIFAR10.url, folder, **archive)
+                return read()
+
+
+def _to_tensors(part: "CIFAR10") -> LabelledImages:
+    images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
+    return LabelledImages(images, torch.tensor(part.targets), part.classes)
+
+
+@contextmanager
+def downloading(url: str, folder: Path, instead: str = "") -> Iterator[None]:
+    """For a block that downloads `url` into `folder`. One process of this machine runs it at a time: look again first.
+
+    Any failure to download becomes a SetupError. Its message ends with `instead`: what else the user can do.
+    """
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SOCKET_TIMEOUT_S)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".download.lock"):
+            yield
+    except (OSError, RuntimeError, HTTPException) as error:
+        by_hand = f"put {Path(url).name} into {folder.resolve()} by hand"
+        raise SetupError(f"cannot download {url}: {error}; {by_hand}{instead}") from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def split_by_class(targets: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the training and of the validation samples, in order. targets: the class of each sample, [n].
+
+    The seed draws `fraction` of each class, rounded to whole samples. At least one of each class remains for training.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed))
+    chosen = torch.zeros(len(targets), dtype=torch.bool)
+    for label in targets.unique():
+        members = (targets == label).nonzero().flatten()
+        count = min(round(fraction * len(members)), len(members) - 1)
+        chosen[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~chosen).nonzero().flatten(), chosen.nonzero().flatten()
+
+
+class SavedImages(ImagesInMemory):
+    """The classes and the preparation of the training set of a checkpoint, for predict.py, with two black images.
+
+    description: content["dataset"] of the checkpoint, with what `describe` above adds.
+    """
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        images = dict(description["images"])
+        size = images.pop("read_size")
+        black = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+        super().__init__(black, torch.zeros(2, dtype=torch.int64), description["classes"], ImageTransforms(**images))
+
+    def read(self, paths: Sequence[Path]) -> Tensor:
+        """Inputs of the model, prepared as in an evaluation: [b, 3, image_size, image_size]. Raises SetupError."""
+        images = torch.stack([read_square(path, self.images.shape[-1]) for path in paths])
+        inputs, _ = self.prepare((torch.zeros(len(images)), torch.arange(len(images)), images))
+        return inputs

@@ -1,9 +1,14 @@
-"""This machine on the network: its addresses and interfaces, and the process that listens on a port."""
+"""This machine: its cores, its addresses and interfaces, and the process that listens on a port."""
 
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+
+
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def addresses() -> dict[str, str]:
@@ -40,11 +45,7 @@ def is_loopback(address: str) -> bool:
 
 def is_own_address(address: str) -> bool:
     """Whether this machine has that address: only then can something listen there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
+    return is_loopback(address) or interface_of(address) is not None
 
 
 def listen(port: int) -> socket.socket:
@@ -65,6 +66,5 @@ def port_owner(port: int) -> str:
             listening = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
             if listening and connection.pid not in (None, os.getpid()):
                 program, *arguments = psutil.Process(connection.pid).cmdline() or [unknown]
-                command = " ".join([Path(program).name, *arguments]).strip()
-                return f"pid {connection.pid} ({command[:79] + '…' if len(command) > 80 else command})"
+                return f"pid {connection.pid} ({' '.join([Path(program).name, *arguments]).strip()[:80]})"
     return unknown

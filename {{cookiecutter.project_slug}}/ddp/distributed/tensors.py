@@ -1,13 +1,40 @@
-"""Asynchronous work on a GPU: events, and copies on a stream of their own. On a CPU, everything is done at once."""
+"""Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ddp.distributed.tree import map_tensors
-
 Copy = Callable[[torch.Tensor], torch.Tensor]
+
+
+def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
+    """A copy of `tree` with `function` applied to everything of `kind` in its dictionaries, lists and tuples."""
+    container: Any = type(tree)
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, MutableMapping):
+        mapped = copy(tree)  # with its attributes, such as a state_dict's _metadata, and a defaultdict's function
+        for key, part in tree.items():
+            mapped[key] = map_tensors(part, function, kind)
+        return mapped
+    if isinstance(tree, Mapping):
+        return container((key, map_tensors(part, function, kind)) for key, part in tree.items())
+    if hasattr(tree, "_fields"):  # a named tuple
+        return container(*(map_tensors(part, function, kind) for part in tree))
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return container(map_tensors(part, function, kind) for part in tree)
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in the dictionaries, lists and tuples of `tree`, whatever it is."""
+    if isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(part)
+    else:
+        yield tree
 
 
 @runtime_checkable
@@ -18,24 +45,29 @@ class Movable(Protocol):
 
 
 class Mark:
-    """A point in the work that was given to the CPU: it is reached at once."""
+    """A point in the work of a GPU's stream, or of the CPU, which reaches it at once."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
 
     def reached(self) -> bool:
-        return True
+        return self.event is None or self.event.query()
 
     def wait(self) -> None:
         """Return once this point is reached."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class CpuStreams:
-    """The twin of CudaStreams for a CPU."""
+    """The twin of CudaStreams for a CPU: everything is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> Mark:
         """A point after all work that was given to the device so far."""
-        return _REACHED
+        return Mark()
 
     def upload(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Each of `batches` on the device: its tensors, and everything else that has a method `to`."""
@@ -44,24 +76,10 @@ class CpuStreams:
 
     def download(self, copy_all: Callable[[Copy], Any]) -> tuple[Any, Mark]:
         """What `copy_all(copy)` returns, and when it is complete. `copy` copies a tensor to host memory."""
-        return copy_all(_copy_to_host), _REACHED
+        return copy_all(_copy_to_host), Mark()
 
     def _move(self, batch: Any, kind: Any) -> Any:
         return map_tensors(batch, lambda part: part.to(self.device, non_blocking=True), kind)
-
-
-class CudaMark(Mark):
-    """A point in the work of a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record(stream)
-
-    def reached(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
 
 
 class CudaStreams(CpuStreams):
@@ -72,24 +90,23 @@ class CudaStreams(CpuStreams):
         self.copies: torch.cuda.Stream = torch.cuda.Stream(device)
 
     def mark(self) -> Mark:
-        return CudaMark(torch.cuda.current_stream(self.device))
+        return Mark(torch.cuda.current_stream(self.device).record_event())
 
     def upload(self, batches: Iterable[Any]) -> Iterator[Any]:
         """One batch ahead: the next one is copied while the device computes with this one."""
-        ahead: tuple[Any, CudaMark] | None = None
+        ahead: list[tuple[Any, torch.cuda.Event]] = []
         for batch in batches:
             with torch.cuda.stream(self.copies):
-                copied = self._move(batch, torch.Tensor), CudaMark(self.copies)
-            if ahead is not None:
-                yield self._receive(*ahead)
-            ahead = copied
-        if ahead is not None:
-            yield self._receive(*ahead)
+                ahead.append((self._move(batch, torch.Tensor), self.copies.record_event()))
+            if len(ahead) > 1:
+                yield self._receive(*ahead.pop(0))
+        for last in ahead:
+            yield self._receive(*last)
 
-    def _receive(self, batch: Any, copied: CudaMark) -> Any:
+    def _receive(self, batch: Any, copied: torch.cuda.Event) -> Any:
         """`batch` for the stream that computes, which waits for the copy; the program does not."""
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(copied.event)
+        current.wait_event(copied)
         # Otherwise the memory could be given to a later copy while this stream still reads it.
         map_tensors(batch, lambda tensor: tensor.record_stream(current))
         return self._move(batch, Movable)  # tensors are there already
@@ -100,9 +117,9 @@ class CudaStreams(CpuStreams):
         self.copies.wait_stream(current)
         with torch.cuda.stream(self.copies):
             result = copy_all(_copy_to_pinned)
-        copied = CudaMark(self.copies)
-        current.wait_event(copied.event)
-        return result, copied
+        copied = self.copies.record_event()
+        current.wait_event(copied)
+        return result, Mark(copied)
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,9 +130,6 @@ def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return _copy_to_host(tensor)
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
-
-
-_REACHED = Mark()
 
 
 def streams_of(device: torch.device) -> CpuStreams:

@@ -1,0 +1,162 @@
+"""Uses of a checkpoint other than resuming: its weights for --init-from, its options for --evaluate and predict.py."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddp.checkpoint import checkpoint_file
+from ddp.checkpoint.directory import CheckpointDirectory, read_given, read_on_main
+from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
+from ddp.core.options import flag_of
+from ddp.core.run_config import RESUME_WORDS, RunConfig
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.rank_env import RankEnv
+
+log = logging.getLogger(__name__)
+Config = TypeVar("Config", bound=RunConfig)
+# Which options an evaluation takes from its checkpoint: those that loss and data depend on.
+SECTIONS = ("data", "training")  # of --help
+MORE = ("seed", "precision", "matmul_precision")
+NAMES = ("state_dict", "model_state_dict", "model")  # under which files of other programs hold the weights of a model
+PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def with_saved_options(config: Config, env: RankEnv) -> Config:
+    """For --evaluate, `config` with the options of the checkpoint to evaluate; but those of the command line win.
+
+    Only if --resume or --output-dir names it. The machine of rank 0 must have the file; on one without it, the command
+    line counts, and ranks that differ are refused. Raises CheckpointError, or UsageError if options contradict others.
+    """
+    if not config.evaluate:
+        return config
+    path: Path | None = Path(config.resume)
+    if config.resume in RESUME_WORDS:
+        path = next(iter(CheckpointDirectory(config).paths()), None) if config.output_dir else None
+    saved = {} if path is None else _saved_options(path, on_first_machine=env.rank == env.local_rank)
+    taken = {name: saved[name] for name in saved_names(config) if name in saved}
+    for name in sorted(config.given & taken.keys()):
+        ours, theirs = getattr(config, name), taken.pop(name)
+        if ours != theirs:
+            log.info(f"{flag_of(name)} {ours}, although {path} was trained with {theirs}")
+    config = dataclasses.replace(config, **taken)
+    config.check()
+    return config
+
+
+def saved_names(config: RunConfig) -> list[str]:
+    """The options that an evaluation takes from a checkpoint."""
+    items = [item for item in dataclasses.fields(config) if item.name != "evaluate"]
+    return [item.name for item in items if item.metadata["section"] in SECTIONS or item.name in MORE]
+
+
+def _saved_options(path: Path, *, on_first_machine: bool) -> dict[str, Any]:
+    """The options in a checkpoint. Its digest is verified when its weights are loaded."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # reads no weights
+        return dict(content["config"])
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and not on_first_machine:
+            return {}
+        reason = error.strerror if isinstance(error, OSError) else "it is no checkpoint of this project, or damaged"
+        raise CheckpointError(f"{path} cannot be used: {reason}") from error
+
+
+def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, Any], Config]:
+    """The content of a checkpoint, and all options that its run had. Raises CheckpointError."""
+    content = read_given(path)
+    if "dataset" not in content:
+        raise CheckpointError(f"{path} is of an earlier version of this project, which did not store the classes")
+    names = {item.name for item in dataclasses.fields(config_class)}
+    return content, config_class(**{name: value for name, value in content["config"].items() if name in names})
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def init_weights(model: torch.nn.Module, config: RunConfig, ctx: DistContext, name: str = "model") -> None:
+    """Load the weights of --init-from into `model`, unless the run resumes. `name`: as passed to run.resume.
+
+    Call on every rank, before the model is moved or wrapped. Raises CheckpointError, UsageError or SetupError.
+    """
+    # Rank 0's option counts: the others may have another path.
+    source = ctx.on_main(lambda: None if CheckpointDirectory(config).paths() else config.init_from)
+    if source is not None:
+        load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
+
+
+def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
+    """The weights of --init-from, by their names in the model. `name`: the part of a checkpoint that holds them.
+
+    Raises UsageError, CheckpointError, or SetupError if they cannot be downloaded. Runs no code from the file.
+    """
+    if config.init_from == "torchvision":
+        return _of_torchvision(getattr(config, "model", ""))
+    path = Path(str(config.init_from))
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(content, dict) and "format" in content:
+            checkpoint_file.verify(path)
+    except (OSError, checkpoint_file.InvalidCheckpoint) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"--init-from {path} cannot be used: {reason}") from error
+    except Exception as error:
+        remedy = "save a state_dict() with torch.save, and nothing else"
+        raise CheckpointError(f"--init-from {path} holds no weights that torch can load safely: {remedy}") from error
+    content = content if isinstance(content, Mapping) else {}
+    average = ("ema",) if name == "model" else ()  # it is what was evaluated
+    inner = (content.get(key) for key in (*average, name, *NAMES))
+    content = next((part for part in inner if isinstance(part, Mapping)), content)
+    weights = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
+    if not weights:
+        raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
+    for prefix in PREFIXES:
+        if all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load what fits, and log what does not. Raises CheckpointError if nothing fits."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    common = [name for name in own if name in weights]
+    fitting = {name: weights[name] for name in common if weights[name].shape == own[name].shape}
+    if not fitting:
+        first = next(iter(weights))
+        theirs = f"its first weight is {first} {list(weights[first].shape)}"
+        raise CheckpointError(f"--init-from {source}: none of its weights fits this model; {theirs}")
+    model.load_state_dict(fitting, strict=False)
+    log.info(f"weights from {source}: {len(fitting)} of {len(own)}")
+    unused = {
+        "of another size, so initialised anew": [
+            f"{name} {list(weights[name].shape)}" for name in common if name not in fitting
+        ],
+        "missing, so initialised anew": [name for name in own if name not in weights],
+        "not in this model": [name for name in weights if name not in own],
+    }
+    for title, names in unused.items():
+        if names:
+            log.info(f"  {title}: {first_few(names)}")
+    if len(fitting) < len(own) / 2:
+        log.warning(f"warning: most weights of this model are not from {source}: is that another model?")
+
+
+def _of_torchvision(model: str) -> dict[str, Tensor]:
+    """The weights that torchvision recommends for --model. They are downloaded once, into TORCH_HOME."""
+    import torchvision  # slow to import, and only needed here
+
+    if model not in torchvision.models.list_models(module=torchvision.models):
+        raise UsageError(f"--init-from torchvision: it has no weights for {model or 'this model'}; pass a file")
+    weights = torchvision.models.get_model_weights(model).DEFAULT
+    try:
+        return dict(weights.get_state_dict(progress=False, check_hash=True))
+    except (OSError, RuntimeError) as error:  # RuntimeError: the hash is another one
+        remedy = "download it, and pass its path to --init-from"
+        raise SetupError(f"--init-from torchvision: cannot download {weights.url}: {error}; {remedy}") from error

@@ -1,0 +1,192 @@
+"""Reads batches in DataLoader workers, or in this process, so that each sample depends on (seed, epoch, index) only."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+
+from ddp.core.errors import PeerLost, UsageError, one_line
+from ddp.core.signals import STOP_SIGNALS, die_with_parent
+from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
+from ddp.distributed.seeds import derive_seed
+
+log = logging.getLogger(__name__)
+START_TIMEOUT_S = 10.0  # for a worker to start; six times as long at each further attempt
+
+
+class SeededReader(Dataset):
+    """Reads and collates batches of `dataset`, with the generators of Python, numpy and torch seeded for each sample.
+
+    So random numbers in __getitem__ are the same for any number of processes, workers and samples that are read
+    together, and after any resume. Raises UsageError for a dataset whose samples depend on anything else.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
+        self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
+        innermost = dataset
+        while isinstance(innermost, Subset):  # which passes __getitems__ on
+            innermost = innermost.dataset
+        self.name = type(innermost).__name__
+        self.one_by_one = getattr(type(innermost), "__getitems__", None) in (None, BatchDataset.__getitems__)
+        self.in_chunks = hooks_of(dataset).chunk_size > 1
+        self.checked = False
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        with keep_random_state():
+            if not self.checked:  # in each worker
+                self._check(indices[0])
+                self.checked = True
+            batch = self._read(indices)
+            if isinstance(batch, list):
+                batch = self._collate(batch, derive_seed(self.seed, self.epoch, *indices))
+        if get_worker_info() is None:
+            return batch
+        try:
+            return _Pickled(batch)
+        except (RuntimeError, OSError) as error:
+            reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
+            raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
+
+    def _check(self, index: int) -> None:
+        """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly."""
+        if not same(self._read([index]), self._read([index], seed=1)):
+            raise UsageError(
+                f"dataset {self.name} returned two different samples for index {index}: draw random "
+                "numbers in __getitem__, from random, numpy.random or torch, or from a generator that each call seeds "
+                "with torch.initial_seed(); let a stream read by index, as docs/data.md does"
+            )
+
+    def _read(self, indices: list[int], seed: int = 0) -> Any:
+        """A list of samples, each with its own seed; or what __getitems__ returns, which must not depend on `seed`."""
+        if self.one_by_one:
+            samples = []
+            for index in indices:
+                _seed(derive_seed(self.seed, self.epoch, index))
+                samples.append(self.dataset[index])
+            return samples
+        batch, draws = _call(self.dataset.__getitems__, indices, seed)
+        if draws:
+            remedy = "draw them in __getitem__, augment or mix, as docs/data.md shows"
+            raise UsageError(f"dataset {self.name} draws random numbers in __getitems__: {remedy}")
+        return batch
+
+    def _collate(self, samples: list[Any], seed: int) -> Any:
+        if getattr(self.collate, "__func__", None) is not BatchDataset.collate:  # the owner's own
+            batch, draws = _call(self.collate, samples, seed)
+            if draws and self.in_chunks:  # after a resume, other samples are read together
+                raise UsageError(f"dataset {self.name} draws random numbers in collate: leave chunk_size at 1")
+            return batch
+        try:
+            return self.collate(samples)
+        except (RuntimeError, TypeError) as error:
+            raise explain_collate_error(error, samples, self.dataset) from error
+
+
+class _Pickled:
+    """A batch as bytes: if the thread of the worker's queue pickled it, an error would not reach the waiting rank."""
+
+    def __init__(self, batch: Any) -> None:
+        self.content = bytes(ForkingPickler.dumps(batch))
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self.content,)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
+        return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
+    try:
+        if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
+            return False
+        equal = (one == other) | ((one != one) & (other != other))  # NaN is equal to NaN
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:
+        return True
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the generators of Python, numpy and torch when the block ends."""
+    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
+
+
+def _call(function: Callable[[Any], Any], argument: Any, seed: int) -> tuple[Any, bool]:
+    """What the function returns, seeded, and whether it draws random numbers."""
+    draws = []
+    for step in (lambda _: None, function):
+        _seed(seed)
+        result = step(argument)
+        draws.append((random.random(), numpy.random.random(), torch.rand(()).item()))
+    return result, draws[0] != draws[1]
+
+
+def start_workers(loader: DataLoader) -> Iterator[Any]:
+    """iter(loader), once all of its workers run.
+
+    Python before 3.10.15 and 3.11.10 may fork while another thread, usually one of gloo's, holds a lock that the child
+    then waits for and never gets (cpython issue 112275). Such workers are killed, and all are started again.
+    """
+    timeout = START_TIMEOUT_S if multiprocessing.get_start_method() == "fork" else 3600.0  # others import torch first
+    while True:
+        others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
+        loader.worker_init_fn = partial(_start_worker, os.getpid(), started)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until _start_worker, in the workers
+        try:
+            batches = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if all(started.acquire(timeout=timeout) for _ in range(loader.num_workers)):
+            return batches
+        log.warning("warning: a DataLoader worker did not start within %g s: starting all of them again", timeout)
+        workers = set(multiprocessing.active_children()) - others
+        del batches  # otherwise torch would report the killed workers as a failure
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        timeout *= 6
+
+
+def _start_worker(parent: int, started: Any, _: int) -> None:
+    """In a worker. Every process of a job may be asked to stop, but the last step needs its batches."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    # multiprocessing's thread that sends shared memory reports here, if the rank is killed before this process.
+    show = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: isinstance(error, OSError | EOFError) or show(kind, error, trace)
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it is dead already; torch's own check would take another process for it
+        os._exit(1)
+    started.release()

@@ -1,0 +1,229 @@
+"""Ask all ranks where they are. They respond through the store, which works when collectives do not.
+
+A report has the last collectives that a rank has called: where those of the ranks first differ is the mistake. torch's
+flight recorder costs some microseconds per collective. TORCH_DISTRIBUTED_DEBUG=DETAIL would compare every collective
+before it runs, at several times its cost; torch.distributed.debug needs a web server on each rank.
+
+Keys of the store: `question` the last one, as NUMBER:RANK; `report/NUMBER:RANK/R` the Report of rank R, its response.
+"""
+
+import json
+import os
+import pickle
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp.core.stacks import Frame, call_site, main_stack
+
+Value = TypeVar("Value")
+RECORDED = 64  # collectives that are kept
+# Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
+RECORDERS = (("_dump_fr_trace",), ("_dump_nccl_trace",), ("_dump_fr_trace", "nccl2"))
+QUESTION_INTERVAL_S = 5.0  # one rank at a time asks: a question is not replaced earlier
+MISMATCH_ADVICE = (
+    "all ranks must make the same collective calls, in the same order, with tensors of the same shapes; check code "
+    "that depends on the rank or its data: a condition, a continue, an exception that only one rank catches"
+)
+
+
+class Collective(NamedTuple):
+    """A collective that a rank has called. `key` names it on all ranks; `waited_s` is 0 once it has completed."""
+
+    key: str
+    operation: str
+    tensors: str  # their types and shapes, where they must be the same on all ranks
+    site: str
+    waited_s: float
+
+
+class Report(NamedTuple):
+    """Where a rank is, how long it has waited there for a collective, or 0, and the last ones that it has called."""
+
+    site: str
+    waited_s: float
+    collectives: list[Collective]  # oldest first
+
+
+Reports = dict[int, Report]  # by rank
+
+
+def own_report() -> Report:
+    """Of this process, now: the line of the first collective that has not completed, or that of the main thread."""
+    collectives = recorded_collectives()
+    waiting = [each for each in collectives if each.waited_s]
+    if waiting and waiting[0].site:
+        return Report(waiting[0].site, waiting[0].waited_s, collectives)
+    return Report(call_site(main_stack()), waiting[0].waited_s if waiting else 0.0, collectives)
+
+
+class RankReports:
+    """This rank's part in questions to all ranks. Only the thread of FailureMonitor asks and responds."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.question, self.asked_at = "", float("-inf")  # the last one that this rank has seen
+        self.error: Report | None = None  # where a collective of this rank broke
+        self.response: tuple[str, Report | None] = ("", None)
+
+    def respond(self) -> None:
+        """Respond to the last question, and once more if a collective has broken since."""
+        question = self.store.get("question").decode() if self.store.check(["question"]) else ""
+        if question != self.question:
+            self.question, self.asked_at = question, time.monotonic()
+        if question and (question, self.error) != self.response:
+            self.response = question, self.error
+            self.store.set(self._key(self.rank), json.dumps(self.error or own_report()))
+
+    def ask(self) -> bool:
+        """Ask all ranks. False if a question is too recent to be replaced: the rank that asked it uses the reports."""
+        if time.monotonic() - self.asked_at < QUESTION_INTERVAL_S:
+            return False
+        question = f"{int(self.question.partition(':')[0] or 0) + 1}:{self.rank}"
+        asked = self.store.compare_set("question", self.question, question).decode() == question
+        self.respond()
+        return asked
+
+    def complete(self) -> bool:
+        """Whether all ranks have responded."""
+        return self.store.check([self._key(rank) for rank in range(self.world_size)])
+
+    def received(self) -> Reports:
+        """Of the ranks that have responded."""
+        found = {}
+        for rank in range(self.world_size):
+            if self.store.check([self._key(rank)]):
+                site, waited_s, collectives = json.loads(self.store.get(self._key(rank)))
+                found[rank] = Report(site, waited_s, [Collective(*each) for each in collectives])
+        return found
+
+    def _key(self, rank: int) -> str:
+        return f"report/{self.question}/{rank}"
+
+
+def record_collectives() -> None:
+    """Call before the process group is created. The environment may set another number, or 0."""
+    name = "TORCH_FR_BUFFER_SIZE" if _recorder("_dump_fr_trace") else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    os.environ.setdefault(name, str(RECORDED))
+
+
+def recorded_collectives() -> list[Collective]:
+    """Oldest first; empty if torch records none, as torch 2.6 over gloo."""
+    found: list[Collective] = []
+    with suppress(Exception):  # the names and the format are torch's own: another version may have others
+        for name, *backend in RECORDERS:
+            with suppress(TypeError):  # an older torch: its recorder takes no name of a backend
+                entries = pickle.loads(_recorder(name)(True, True, False, *backend)).get("entries", ())
+                found += [_read(entry) for entry in entries if not entry["is_p2p"]]
+    return found
+
+
+def _recorder(name: str) -> Any:
+    return getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+
+
+def _read(entry: dict[str, Any]) -> Collective:
+    backend, _, operation = entry["profiling_name"].rpartition(":")
+    shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    tensors = " and ".join(f"{dtype.lower()} {size or 'scalar'}" for dtype, size in shapes)
+    if operation.endswith(("scatter", "gather")):
+        tensors = ""  # the ranks may pass tensors of different shapes to these
+    site = call_site(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"])
+    done = entry["retired"] or entry["state"] == "completed"
+    waited_s = 0.0 if done else max(0.001, (time.time_ns() - entry["time_created_ns"]) / 1e9)
+    key = f"{backend} {entry['process_group'][0]} {entry['collective_seq_id']}"
+    return Collective(key, operation, tensors, site, waited_s)
+
+
+def backend_of(device: torch.device) -> Any:
+    """torch's object for collectives on tensors of `device`; None without one, or if torch has renamed the method."""
+    with suppress(AttributeError, RuntimeError, ValueError):
+        return dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    return None
+
+
+def collective_count(*devices: torch.device) -> int:
+    """How many collectives this rank has called, on tensors of `devices` or on all: at the same line, the same number.
+
+    0 for a backend that does not count, or if torch has renamed the method.
+    """
+    backends = {backend_of(device) for device in devices or (torch.device("cpu"), torch.device("cuda"))}
+    with suppress(RuntimeError):
+        return sum(getattr(backend, "_get_sequence_number_for_group", int)() for backend in backends)
+    return 0
+
+
+def first_difference(reports: Reports, *, compare_sites: bool = False) -> dict[int, Collective]:
+    """What each rank called where they first called different collectives; empty if they are alike.
+
+    compare_sites: the same collective at different lines differs as well.
+    """
+    calls: dict[str, dict[int, Collective]] = {}
+    for rank, report in reports.items():
+        for each in report.collectives:
+            calls.setdefault(each.key, {})[rank] = each
+    fields = 4 if compare_sites else 3
+    return next((ranks for ranks in calls.values() if len({each[1:fields] for each in ranks.values()}) > 1), {})
+
+
+def differences(reports: Reports, *, in_number: bool = False) -> str:
+    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`; empty if they are alike.
+
+    Alike calls from different lines are a mistake only if a later call differs, or the number of calls: `in_number`.
+    """
+    different = first_difference(reports)
+    found = [first_difference(reports, compare_sites=True), different] if different or in_number else []
+    return "; then ".join(dict.fromkeys(_list_calls(calls) for calls in found if calls))
+
+
+def _list_calls(calls: dict[int, Collective]) -> str:
+    alike = len({each.operation for each in calls.values()}) == 1
+    texts = {}
+    for rank, each in calls.items():
+        tensors = f" of {each.tensors}" if alike and each.tensors else ""
+        texts[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
+    return ", but ".join(f"{rank_names(ranks)} called {text}" for text, ranks in _group(texts).items())
+
+
+def where_ranks_are(reports: Reports) -> str:
+    """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`."""
+    parts = []
+    groups = _group({rank: (report.waited_s == 0, report.site or "?") for rank, report in reports.items()})
+    for (busy, site), ranks in sorted(groups.items(), key=lambda group: (group[0][0], group[1])):
+        one, waited_s = len(ranks) == 1, max(reports[rank].waited_s for rank in ranks)
+        waited = f"{'has' if one else 'have'} waited {waited_s:.0f} s"
+        parts.append(f"{rank_names(ranks)} {('is' if one else 'are') if busy else waited} at {site}")
+    return "; ".join(parts)
+
+
+def describe_wait(reports: Reports, after_s: float) -> str:
+    """Where the ranks are, if one has waited for `after_s`, and why that may be; otherwise empty."""
+    if max(report.waited_s for report in reports.values()) < after_s:
+        return ""
+    reasons = [where_ranks_are(reports)]
+    if different := differences(reports):
+        reasons.append(f"these are different collectives: {different}")
+    elif all(report.waited_s for report in reports.values()):
+        if any(each.waited_s and not each.key.startswith("gloo") for each in reports[0].collectives):
+            return ""  # a GPU that has much to do before it: NCCL does not report when the wait began
+        reasons.append("the network between them may be down")
+    return "; ".join(reasons)
+
+
+def rank_names(ranks: list[int]) -> str:
+    """`rank 1`, `ranks 1, 2 and 3`, `ranks 0, 1, 2 and 60 others`; empty without ranks."""
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else ""
+    first, rest = (ranks[:3], f"{len(ranks) - 3} others") if len(ranks) > 4 else (ranks[:-1], str(ranks[-1]))
+    return f"ranks {', '.join(map(str, first))} and {rest}"
+
+
+def _group(values: dict[int, Value]) -> dict[Value, list[int]]:
+    """The ranks that have the same value."""
+    found: dict[Value, list[int]] = {}
+    for rank, value in sorted(values.items(), key=lambda item: item[0]):
+        found.setdefault(value, []).append(rank)
+    return found
