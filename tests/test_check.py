@@ -22,7 +22,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint import preflight
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.launcher import node_info
-from ddp.launcher.node_info import NodeInfo, count_visible, gpu_names, print_table, visible_gpus
+from ddp.launcher.node_info import NodeInfo, gpu_names, print_table
 from faults import fault
 from machines import Machine, Program, machines
 from processes import Ranks
@@ -122,60 +122,40 @@ def test_data_that_are_not_there_yet_are_not_called_there(tmp_path: Path) -> Non
     assert folders.data_status() == f"imagefolder in {tmp_path}"
 
 
-def test_gpus_are_those_of_the_driver_or_of_cuda_visible_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One with MIG, and a line that is no GPU. CUDA_VISIBLE_DEVICES changes what is used, not what is there."""
-    monkeypatch.setattr(node_info, "_ask_torch", lambda environ: pytest.fail("nvidia-smi has answered"))
-    listing = "GPU 0: Imaginary 9000 (UUID: GPU-a-b)\n  MIG 1g.5gb Device 0: (UUID: MIG-c)\nGPU 1: Other (X)\nUnable\n"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listing}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+LISTING = """\
+GPU 0: Imaginary 9000 (UUID: GPU-a-b)
+  MIG 1g.5gb Device 0: (UUID: MIG-c)
+GPU 1: Other (X)
+Unable
+"""
+
+
+def add_nvidia_smi(folder: Path) -> None:
+    """It lists two GPUs, one of them with MIG, and a line that is none."""
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTING}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def test_gpus_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_info.runpy, "run_path", lambda path: pytest.fail("nvidia-smi has answered"))
+    add_nvidia_smi(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_names() == ["Imaginary 9000", "Other (X)"] and visible_gpus() == 2
-    for devices, count in (("", 0), ("3", 0), ("1", 1), ("0,1,GPU-a-b", 2), ("GPU-a-b", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-        assert visible_gpus() == count
-    assert len(gpu_names()) == 2
+    assert gpu_names() == gpu_names(hidden=True) == ["Imaginary 9000", "Other (X)"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_names(hidden=True) == ["Imaginary 9000", "Other (X)"]
     monkeypatch.undo()
     monkeypatch.setattr(node_info, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert gpu_names() == [] and visible_gpus() == 0
-
-
-@pytest.mark.parametrize(
-    "visible, count",
-    [
-        ("0,1,2,3", 4),
-        ("0,-1,1", 1),
-        ("-1", 0),
-        ("", 0),
-        ("NoDevFiles", 0),
-        ("none", 0),
-        ("0,,1", 1),
-        ("1, 2", 2),
-        ("1x,2y", 2),
-        ("0,4,1", 1),
-        ("4", 0),
-        ("0,1,0", 0),
-        ("0,1,GPU-a", 2),
-        ("GPU-a,GPU-b", 2),
-        ("GPU-a,1", 1),
-        ("GPU-a,GPU-a", 0),
-        ("MIG-a,MIG-b,MIG-c,MIG-d,MIG-e", 5),
-        ("MIG-a,GPU-b", 1),
-        ("MIG-GPU-a/1/0", 1),
-    ],
-)
-def test_gpus_are_counted_as_cuda_does(visible: str, count: int) -> None:
-    """Of four. The CUDA programming guide, 5.2.1.1; for repeated entries, torch's _parse_visible_devices."""
-    assert count_visible(visible, 4) == count
+    assert gpu_names() == gpu_names(hidden=True) == []
 
 
 FAKE_TORCH = """
 import os, pathlib
 pathlib.Path(__file__).with_name("imported").touch()
-visible = os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", "0,1,2")).split(",")
+visible = [value for name, value in os.environ.items() if "VISIBLE_DEVICES" in name] or ["0,1,2"]
+visible = visible[0].split(",") if visible[0] else []
 def device_count(): return len(visible)
 def get_device_name(index): return "Imaginary MI" + visible[index]
 """
@@ -185,7 +165,7 @@ sys.path[0] = os.getcwd()
 from ddp.launcher import node_info
 node_info.DEVICE_FILES, node_info.TORCH_TIMEOUT_S = Path(sys.argv[1]) / "dev", float(sys.argv[2])
 os.chdir(sys.argv[1])
-print(node_info.visible_gpus(), node_info.gpu_names())
+print(len(node_info.gpu_names()), node_info.gpu_names(hidden=True))
 """
 CUDA, ROCM, CPU = "cuda, hip = '13.0', None", "cuda, hip = None, '6.4'", "cuda, hip = None, None"
 THREE = "['Imaginary MI0', 'Imaginary MI1', 'Imaginary MI2']"
@@ -230,6 +210,17 @@ def test_without_nvidia_smi_torch_counts_the_gpus_where_it_may_find_some(
     done = count_without_torch(tmp_path, build, files, **environ)
     assert (done.stdout, done.stderr) == (f"{shown or '0 []'}\n", "")
     assert (tmp_path / "torch" / "imported").exists() == (shown is not None)
+
+
+@pytest.mark.parametrize("visible, count", [("", 0), ("2", 1), ("0,2", 2), ("GPU-a,GPU-b,GPU-c,GPU-d", 4)])
+@pytest.mark.parametrize("files", [["nvidia0"], []], ids=["Linux", "WSL"])
+def test_torch_counts_the_gpus_that_cuda_visible_devices_leaves(
+    visible: str, count: int, files: list[str], tmp_path: Path
+) -> None:
+    """nvidia-smi ignores the variable. tests/gpu asks a real torch on a machine with GPUs."""
+    add_nvidia_smi(tmp_path / "bin")
+    done = count_without_torch(tmp_path, CUDA, files, CUDA_VISIBLE_DEVICES=visible)
+    assert (done.stdout, done.stderr) == (f"{count} ['Imaginary 9000', 'Other (X)']\n", "")
 
 
 def test_an_nvidia_smi_that_fails_hides_no_gpus(tmp_path: Path) -> None:

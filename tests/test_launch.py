@@ -734,10 +734,14 @@ def test_what_follows_from_the_end_of_a_worker_group(
         folder = tmp_path / "run" / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
         for name, content in files.items():
-            error = {"message": f"rank {rank}", "errorCode": content, "extraInfo": {"timestamp": str(rank)}}
+            error = {
+                "message": f"rank {rank}",
+                "errorCode": content,
+                "extraInfo": {"timestamp": str(rank), "cause": True, "saved": None},
+            }
             (folder / name).write_text(json.dumps({"message": error}) if name == "error.json" else content)
     group = WorkerGroup.__new__(WorkerGroup)  # without a torchrun
-    group.folder, group.nproc, group.stop_requested = tmp_path, 2, requested
+    group.folder, group.nproc, group.stop_requested, group.quit_signal = tmp_path, 2, requested, None
     group.torchrun = SimpleNamespace(returncode=code)  # type: ignore[assignment]
     assert group.result() == expected
 

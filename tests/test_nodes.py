@@ -52,7 +52,7 @@ def stop(number, frame):
 for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): signal.signal(getattr(signal, name), stop)
 (folder / "pid").write_text(str(os.getpid()))
 (started / f"pid-{rank}-{turn}").write_text(str(os.getpid()))
-print(f"rank {rank} of {os.environ['WORLD_SIZE']}, turn {turn}, by {os.environ.get('GLOO_SOCKET_IFNAME')}", flush=True)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, turn {turn}", flush=True)
 exec(os.environ["DO"])
 end(0)
 """
@@ -154,15 +154,15 @@ def refused_alike(programs: list[Program], *says: str, code: int = 3, within: fl
 
 @fault(28, 34)
 @pytest.mark.parametrize("address", ["10.77.0.1", "gpu1"])
-def test_two_machines_meet_and_their_workers_know_the_interface_and_the_world_size(
+def test_two_machines_meet_and_their_workers_know_the_world_size(
     two: list[Machine], project: Path, address: str
 ) -> None:
     """To gpu1 itself, gpu1 is 127.0.0.1."""
     nodes = [node(machine, rank, project, MASTER_ADDR=address) for rank, machine in enumerate(two)]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
-    assert nodes[0].output() == "rank 0 of 2, turn 1, by eth0\n"
+    assert nodes[0].output() == "rank 0 of 2, turn 1\n"
     connected, *worker, done = nodes[1].output().splitlines()
-    assert worker == ["rank 1 of 2, turn 1, by eth0"] and done == "node 1: done"
+    assert worker == ["rank 1 of 2, turn 1"] and done == "node 1: done"
     assert connected == "node 1: all nodes are connected; 1 process here; node 0 prints the progress"
     assert_nothing_left(project)
 
@@ -436,15 +436,19 @@ def test_a_run_that_is_done_stays_done_though_torchrun_is_signalled(project: Pat
     assert_nothing_left(project)
 
 
-def test_without_a_word_from_workers_a_failure_is_tried_again_and_the_last_checkpoint_is_taken_from_the_status(
-    project: Path,
-) -> None:
-    out = project / "out"
-    out.mkdir()
-    (out / "status.json").write_text(json.dumps({"state": "failed", "step": 30, "saved": 20}))
-    launcher = alone(project, "os._exit(turn % 2)", "--max-restarts", 1, "--", "--output-dir", out)
+def test_without_a_word_from_workers_a_failure_is_tried_again(project: Path) -> None:
+    launcher = alone(project, "os._exit(turn % 2)", "--max-restarts", 1)
     assert launcher.wait() == 0
-    assert "a process failed (exit code 1); starting again from step 20, restart 1 of 1" in launcher.output()
+    again = "a process failed (exit code 1); starting again from the last checkpoint, if there is one, restart 1 of 1"
+    assert again in launcher.output()
+
+
+@fault(1)
+def test_the_last_checkpoint_is_known_although_the_workers_after_it_were_killed(project: Path) -> None:
+    do = "turn == 1 and end(8, saved=20); turn == 2 and die()"
+    launcher = alone(project, do, "--max-restarts", 2)
+    assert launcher.wait() == 0
+    assert "a process was lost (exit code 8); starting again from step 20, restart 2 of 2" in launcher.output()
 
 
 @fault(1)

@@ -68,7 +68,7 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
         ("ddp.checkpoint.state", "ddp.training.meter"),
         ("ddp.training.schedule", "ddp.entrypoint.run_main"),
         ("ddp.entrypoint.preflight", "ddp.training.throughput"),
-        ("ddp.launcher.launch_options", "ddp.distributed.rank_env"),
+        ("ddp.launcher.node_info", "ddp.distributed.rank_env"),
         ("ddp.distributed.store", "ddp.launcher.launch_node"),
         ("ddp.training.throughput", "config"),
         ("ddp.data.reader", "data"),

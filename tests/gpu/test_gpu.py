@@ -345,9 +345,8 @@ def test_out_of_memory(project: Project, tmp_path: Path, answer: Answer) -> None
 @pytest.mark.needs_gpu
 def test_number_of_gpus(project: Project, answer: Answer) -> None:
     """Does the launcher count the GPUs as CUDA does?"""
-    code = (
-        "import torch; from ddp.launcher import node_info; print(node_info.visible_gpus(), torch.cuda.device_count())"
-    )
+    code = "import torch; from ddp.launcher.node_info import gpu_names; "
+    code += "print(len(gpu_names()), torch.cuda.device_count())"
     found = []
     for visible in (None, "0", "0,-1", "-1", "", "0,0", "99"):
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

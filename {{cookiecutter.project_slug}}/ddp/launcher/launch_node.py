@@ -1,42 +1,77 @@
-"""What launch_node.sh runs: the agent of one node, which connects to the other nodes, and runs and restarts workers.
+"""What launch_node.sh runs: its command line, and the agent of one node, which runs and restarts the workers.
 
 torchrun's own --max-restarts is not used: restarted workers read stale keys from its store (pytorch issue 135712).
 Instead all nodes end their workers and connect again, and main.py resumes from the newest checkpoint.
 """
 
+import argparse
 import importlib.util
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
-from ddp.core.errors import (
-    ExitCode,
-    QuitImmediately,
-    SetupError,
-    Stopped,
-    UserError,
-    one_line,
-    plural,
-    print_line,
-    report_error,
-)
+from ddp.core.errors import ExitCode, SetupError, Stopped, UsageError, UserError, plural, print_line, report_error
 from ddp.core.files import correct_status, read_status
-from ddp.core.host import interface_of
+from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
 from ddp.core.run_config import CHECK_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count, output_dirs
-from ddp.core.signals import SignalHandler, is_alive
-from ddp.launcher.launch_options import LaunchOptions, read_command_line
-from ddp.launcher.node_info import describe_node, print_table, visible_gpus
+from ddp.core.signals import SignalHandler
+from ddp.launcher.node_info import describe_node, gpu_names, print_table
 from ddp.launcher.rendezvous import Endpoint, join_nodes
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
 FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 3, 60
+DEFAULT_RESTARTS = 3  # on several machines
+USAGE = "./launch_node.sh [OPTIONS] [-- MAIN_OPTIONS]"
+HELP = """\
+Train on all GPUs of this machine, or with one process if it has none.
+To train on several machines, run this on each, with the same options except for --node-rank.
+"""
+MORE_HELP = """\
+Each variable in brackets sets the option before it; the command line wins. PYTHON chooses the interpreter.
+Ctrl-C, SIGTERM or SIGUSR1: save, and exit with 75. A second signal: exit at once.
+"python main.py --help" lists MAIN_OPTIONS.
+
+examples:
+  ./launch_node.sh --nproc-per-node 2 -- --dataset synthetic --epochs 3
+  ./launch_node.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- --epochs 90      on 10.0.0.1
+  ./launch_node.sh --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 -- --epochs 90      on the other machine
+"""
+_option = partial(option, section="options")
+
+
+# fmt: off
+@dataclass
+class LaunchOptions:
+    """The options of launch_node.sh."""
+
+    nnodes: int = _option(1, "number of machines", min=1, variable="NNODES")
+    node_rank: int = _option(0, "number of this machine, from 0", min=0, variable="NODE_RANK")
+    # The same on every machine:
+    nproc_per_node: int = _option(None, "processes on each machine (default: one per GPU; 1 without a GPU)",
+                                  min=1, variable="NPROC_PER_NODE", alias="--nproc")
+    master_addr: str = _option("", "address of the machine with --node-rank 0", metavar="HOST", variable="MASTER_ADDR")
+    master_port: int = _option(29500, "a free port of that machine", min=1, max=65535, variable="MASTER_PORT")
+    max_restarts: int = _option(None, "restart up to N times after a lost process (default: 0; 3 on several machines)",
+                                min=0, variable="MAX_RESTARTS")
+    start_grace: int = _option(300, "seconds to wait for other machines", min=0, variable="START_GRACE")
+    check: bool = _option(False, "do not train: compare the machines, and measure the network between them")
+# fmt: on
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other, and set those that follow from others."""
+        self.master_addr = self.master_addr.strip("[]")  # around an IPv6 address
+        if self.node_rank >= self.nnodes:
+            ranks = f"ranks run from 0 to {self.nnodes - 1}"
+            raise UsageError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes}, {ranks}")
+        if self.nnodes > 1 and not self.master_addr:
+            raise UsageError(f"--master-addr: needed with --nnodes {self.nnodes}; see --help")
+        if self.max_restarts is None or self.check:
+            self.max_restarts = DEFAULT_RESTARTS if self.nnodes > 1 and not self.check else 0
 
 
 def main(config_class: type[RunConfig]) -> NoReturn:
@@ -53,24 +88,29 @@ def main(config_class: type[RunConfig]) -> NoReturn:
     sys.exit(code)
 
 
-class StopRequests(SignalHandler):
-    """Signals that ask this node to stop. Between worker groups they raise Stopped."""
+def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[LaunchOptions, RunConfig, list[str]]:
+    """The launcher's options, those of main.py after `--`, and the latter as words. Raises UsageError."""
+    layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=120)
+    parser = OptionParser(formatter_class=layout, usage=USAGE, description=HELP, epilog=MORE_HELP)
+    parser.unknown_hint = "; put options of main.py after --"
+    parser.sections["options"] = parser
+    parser.add_options(LaunchOptions)
+    end = words.index("--") if "--" in words else len(words)
+    given, main_options = vars(parser.parse_args(words[:end])), words[end + 1 :]
+    config = config_class.parse(main_options)
+    if config.nproc is not None:
+        raise UsageError("--nproc: the launcher starts the processes; use --nproc-per-node, before the --")
+    return LaunchOptions(**given), config, main_options
 
-    raise_with: str | None = None
+
+class StopRequests(SignalHandler):
+    """Signals that ask this node to stop. They raise Stopped while `when` is set: then there are no workers."""
+
+    when = ""
 
     def on_first(self) -> None:
-        if self.first is not None and self.raise_with is not None:
-            raise Stopped(f"stopped by {self.first.name} {self.raise_with}")
-
-    @contextmanager
-    def raising(self, message: str) -> Iterator[None]:
-        """Raise Stopped within the block: nothing runs that has to end in an orderly way."""
-        self.raise_with = message
-        try:
-            self.on_first()
-            yield
-        finally:
-            self.raise_with = None
+        if self.first is not None and self.when:
+            raise Stopped(f"stopped by {self.first.name} {self.when}")
 
 
 class NodeAgent:
@@ -80,93 +120,76 @@ class NodeAgent:
         self.requests = StopRequests()
         self.requests.install()
         self.options, self.config, self.main_options = options, config, main_options
-        options.nproc_per_node = options.nproc_per_node or visible_gpus() or 1
-        check_process_count("--nproc-per-node", options.nproc_per_node)
-        self.info = describe_node(options, config)
-        self.restarts, self.furthest_step = 0, -1  # restarts without progress
-        # The name of the default one follows from the data and the model: the workers report it.
-        self.output_dir = Path(config.output_dir) if config.output_dir else None
+        self.nproc = options.nproc_per_node or len(gpu_names()) or 1
+        check_process_count("--nproc-per-node", self.nproc)
+        basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
+        self.info = describe_node(options.node_rank, basics, config)
         self.shows_no_progress = options.node_rank > 0 and not options.check  # rank 0 shows it, on node 0
 
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left; progress resets the count of restarts."""
-        result = self._run_workers()
-        while result.restartable and self.requests.first is None:
-            saved = result.saved_step
-            if saved is None and self.output_dir is not None:  # the workers could not record it
-                found = read_status(self.output_dir).get("saved")
-                saved = found if isinstance(found, int) else None
-            if saved is not None and saved > self.furthest_step:
-                self.restarts, self.furthest_step = 0, saved
-            if self.restarts >= self.options.max_restarts:
+        restarts, furthest_step, pause = 0, -1, 0
+        while True:
+            self._connect_nodes(pause)
+            result = self._run_workers(self.options.max_restarts - restarts)
+            if result.saved_step > furthest_step:
+                restarts, furthest_step = 0, result.saved_step
+            if not result.restartable or self.requests.first is not None or restarts >= self.options.max_restarts:
                 break
-            pause = min(FIRST_RESTART_INTERVAL_S * 2**self.restarts, MAX_RESTART_INTERVAL_S)
-            self.restarts += 1
-            start = "from the last checkpoint, if there is one" if saved is None else f"from step {saved:,}"
+            pause = min(FIRST_RESTART_INTERVAL_S * 2**restarts, MAX_RESTART_INTERVAL_S)
+            restarts += 1
             reason = "a process was lost" if result.reported else result.message
-            count = f"restart {self.restarts} of {self.options.max_restarts}"
+            start = "from the last checkpoint, if there is one" if furthest_step < 0 else f"from step {furthest_step:,}"
+            count = f"restart {restarts} of {self.options.max_restarts}"
             self._print(f"{reason} (exit code {result.exit_code}); starting again {start}, {count}, in {pause} s")
-            try:
-                with self.requests.raising("before the restart"):
-                    time.sleep(pause)
-                result = self._run_workers(restart=True)
-            except UserError as error:
-                self._correct_status(replace(result, exit_code=error.exit_code, message=one_line(error)))
-                raise
         if not result.reported:
             self._print(result.message)
         elif self.shows_no_progress and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
             self._print(result.message or "done")  # rank 0 has printed it on node 0
-        self._correct_status(result)
         return result.exit_code
 
     def _print(self, line: str) -> None:
         print_line(f"node {self.options.node_rank}: {line}" if self.options.nnodes > 1 else line)
 
-    def _run_workers(self, restart: bool = False) -> RunResult:
-        """Connect to the other nodes, run the workers, and wait until all of them are gone."""
-
-        variables = self._connect_nodes(restart)
-        if self.options.check:
-            variables[CHECK_VARIABLE] = "1"
-        if left := self.options.max_restarts - self.restarts:
-            variables[RESTARTS_VARIABLE] = str(left)
-        if not (self.options.check or self.config.evaluate):
-            variables[RANK_LOGS_VARIABLE] = "1"
-        with closing(WorkerGroup(self.options, self.main_options, self.config.timeout, variables)) as group:
-            group.watch(self.requests)
-            self.output_dir = self.output_dir or group.output_dir()
-            if self.requests.second is None:
-                return group.result()
-            quit = QuitImmediately(self.requests.second)
-            return RunResult(quit.exit_code, str(quit), reported=False)
-
-    def _connect_nodes(self, restart: bool) -> dict[str, str]:
-        """Wait until all nodes are ready. Returns the variables that follow from the network."""
+    def _connect_nodes(self, pause: int) -> None:
+        """Wait until all nodes are ready to run the same; before a restart, for `pause` seconds first."""
         options = self.options
-        if options.nnodes == 1:
-            if options.check:
-                self.info.add_network_facts("127.0.0.1")
-                print_table([self.info])
-            return {}
         # The other nodes of a run that continues, or that this node was a part of, may notice late that it has ended.
         states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
-        late = self.config.timeout + NOTICE_GRACE_S if restart or "running" in states else 0
+        late = self.config.timeout + NOTICE_GRACE_S if pause or "running" in states else 0
         grace = max(options.start_grace, late)
-        with self.requests.raising("before training began: nothing to save"):
-            address = join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart))
+        self.requests.when = "before the restart" if pause else "before training began: nothing to save"
+        try:
+            self.requests.on_first()  # a signal that has arrived earlier
+            time.sleep(pause)
+            if options.nnodes > 1:
+                join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart=pause > 0))
+            elif options.check:
+                self.info.add_network_facts("127.0.0.1")
+                print_table([self.info])
+        finally:
+            self.requests.when = ""
         if self.shows_no_progress:
-            processes = plural(options.nproc_per_node, "process", "es")
+            processes = plural(self.nproc, "process", "es")
             self._print(f"all nodes are connected; {processes} here; node 0 prints the progress")
-        # By default gloo uses the interface of the host's name, which is often loopback. NCCL needs no help: it avoids
-        # loopback, prefers InfiniBand, and may use several interfaces, which one name would prevent.
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
-        return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
-    def _correct_status(self, result: RunResult) -> None:
-        """Record the end of a run whose rank 0 was killed: status.json would report it as running."""
-        if self.options.check or self.config.evaluate or self.output_dir is None:
-            return  # the file belongs to another run, or there is none
-        pid = read_status(self.output_dir).get("pid")
-        if isinstance(pid, int) and not is_alive(pid):
-            correct_status(self.output_dir, [pid], result.exit_code, result.message)
+    def _run_workers(self, restarts_left: int) -> RunResult:
+        """Run the workers until all of them are gone."""
+        options, variables = self.options, {}
+        if options.check:
+            variables[CHECK_VARIABLE] = "1"
+        elif not self.config.evaluate:
+            variables[RANK_LOGS_VARIABLE] = "1"
+        if restarts_left:
+            variables[RESTARTS_VARIABLE] = str(restarts_left)
+        nodes = ["--standalone", "--local-addr=127.0.0.1"]
+        if options.nnodes > 1:
+            timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing
+            nodes = [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}", f"--rdzv-conf=timeout={timeout}"]
+            nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
+        with closing(WorkerGroup(self.nproc, nodes, self.main_options, self.config.timeout, variables)) as group:
+            group.watch(self.requests)
+            result = group.result()
+            for folder in output_dirs(self.config.output_dir):  # if rank 0 was killed, status.json says "running"
+                correct_status(folder, group.pids(), result.exit_code, result.message)
+        return result

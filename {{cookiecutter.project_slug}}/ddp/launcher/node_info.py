@@ -12,19 +12,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from ddp.core.errors import differences, first_few, print_line
 from ddp.core.files import hash_source_files
 from ddp.core.host import interface_of
-from ddp.core.options import flag_of
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
-from ddp.launcher.launch_options import LaunchOptions
 
 MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
 LOW_DISK_GB = 5.0
@@ -34,7 +31,6 @@ TORCH_TIMEOUT_S = 120.0  # for a process that imports it, perhaps from a slow ne
 ASK_TORCH = """import sys; sys.path.remove(""); import json; from torch import cuda
 print(json.dumps([cuda.get_device_name(index) for index in range(cuda.device_count())]))"""
 DEVICE_FILES = Path("/dev")
-BASIC_OPTIONS = ("check", "nnodes", "nproc_per_node")  # where these differ, not even --check makes sense
 NUMBERS = ("disk", "clock", "offset")  # facts; all others are text. Another version's node may lack some
 COLUMNS = ("node", "host", "address", "Python", "torch", "NCCL", "GPUs", "disk", "dataset", "clock", "code")
 
@@ -62,25 +58,16 @@ class NodeInfo:
             sent = json.loads(line)
             rank, host, shared = sent["node_rank"], sent.get("host", "?"), sent["shared"]
             facts = {name: value for name, value in sent.get("facts", {}).items() if _can_be_shown(name, value)}
-            if type(rank) is int and rank >= 0 and _is_text(host) and isinstance(shared, dict):
+            if type(rank) is int and rank >= 0 and _can_be_shown("host", host) and isinstance(shared, dict):
                 if "clock" in facts:
                     facts["offset"] = facts["clock"] - time.time()
                 return cls(rank, host, shared, facts)
         raise ValueError("not a node")
 
-    def fits_in_one_table(self, other: "NodeInfo") -> bool:
-        """Whether --check can show both nodes, however else they differ."""
-        return all(self.shared.get(flag) == other.shared.get(flag) for flag in map(flag_of, BASIC_OPTIONS))
-
     def differences(self, other: "NodeInfo") -> str:
         """What another node would run that this one would not, and what to do; empty if there is nothing."""
-        found = []
-        for is_file, changed in ((False, "{name} is {first} and {second}"), (True, "{name} differs")):
-            ours, theirs = (
-                {name: value for name, value in node.shared.items() if name.startswith("the file ") == is_file}
-                for node in (self, other)
-            )
-            found += differences(ours, theirs, changed)
+        found = differences(self.shared, other.shared, "{name} is {first} and {second}")
+        found = [re.sub("^(the file .*) is .*", r"\1 differs", text) for text in found]  # hashes say nothing
         remedy = "Start all nodes with the same options, code and versions"
         return f"{self} and {other} do not agree: {first_few(found, limit=3)}. {remedy}" if found else ""
 
@@ -89,87 +76,27 @@ class NodeInfo:
         self.facts |= {"address": f"{address} {interface_of(address) or '?'}", "clock": time.time(), "offset": 0.0}
 
 
-def _is_text(value: Any) -> bool:
+def _can_be_shown(name: str, value: Any) -> bool:
+    if name in NUMBERS:
+        return isinstance(value, float)
     return isinstance(value, str) and value.isprintable()  # a lone surrogate, which json allows, is not
 
 
-def _can_be_shown(name: str, value: Any) -> bool:
-    return isinstance(value, float) if name in NUMBERS else _is_text(value)
-
-
-def describe_node(options: LaunchOptions, config: RunConfig) -> NodeInfo:
-    """This node."""
+def describe_node(node_rank: int, launch: dict[str, Any], config: RunConfig) -> NodeInfo:
+    """This node. `launch` has those options of launch_node.sh that must be the same on all nodes."""
     nccl = next((found for cuda in range(20, 10, -1) if (found := _version_of(f"nvidia-nccl-cu{cuda}")) != "-"), "-")
     versions = {"torch": _version_of("torch"), "NCCL": nccl}  # NCCL: of the package that comes with torch
     source, python = hash_source_files(), platform.python_version()
-    launch = {flag_of(name): getattr(options, name) for name in BASIC_OPTIONS}
     shared = {**launch, **config.shared_options(), **versions, "Python": python.rpartition(".")[0], **source}
     facts: dict[str, Any] = {}
-    if options.check:
-        gpus = ", ".join(f"{count} x {name}" for name, count in Counter(gpu_names()).items()) or "none"
+    if launch["--check"]:
+        gpus = ", ".join(f"{count} x {name}" for name, count in Counter(gpu_names(hidden=True)).items()) or "none"
         code = hashlib.sha256(repr(sorted(source.items())).encode()).hexdigest()[:10]
-        disk = _free_gb(Path(config.output_dir or DEFAULT_PARENT))
+        output_dir = Path(config.output_dir or DEFAULT_PARENT).absolute()  # need not exist
+        disk = shutil.disk_usage(next(filter(os.path.exists, (output_dir, *output_dir.parents)))).free / 1e9
         facts = {**versions, "Python": python, "GPUs": gpus, "disk": disk, "code": code}
         facts["dataset"] = config.data_status()
-    return NodeInfo(options.node_rank, platform.node(), shared, facts)
-
-
-def gpu_names() -> list[str]:
-    """The names of this machine's GPUs, also of those that CUDA_VISIBLE_DEVICES hides."""
-    names = _ask_nvidia_smi()
-    if names is None:
-        names = _ask_torch({name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name})
-    return names
-
-
-def visible_gpus() -> int:
-    """How many GPUs a process here can use."""
-    if (names := _ask_nvidia_smi()) is None:
-        return len(_ask_torch(os.environ))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(names) if visible is None else count_visible(visible, len(names))
-
-
-def count_visible(visible: str, gpus: int) -> int:
-    """How many of `gpus` GPUs CUDA uses with this CUDA_VISIBLE_DEVICES: those before the first invalid entry.
-
-    The first entry decides whether the entries are indices or UUIDs. A repeated one makes the whole list void.
-    """
-    uuids = visible.startswith(("GPU-", "MIG-"))
-    pattern = visible[:4] if uuids else r"\s*\+?\d+"  # CUDA reads "1x" as 1
-    found = takewhile(bool, (re.match(pattern, entry) for entry in visible.split(",")))
-    devices: list[Any] = [match.string if uuids else int(match[0]) for match in found if match]
-    if len(set(devices)) < len(devices):
-        return 0
-    return len(devices) if uuids else len(list(takewhile(lambda device: device < gpus, devices)))
-
-
-def _ask_nvidia_smi() -> list[str] | None:
-    """None if it is missing or fails."""
-    command = ["nvidia-smi", "--list-gpus"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE)
-    return names if names or done.returncode == 0 else None
-
-
-def _ask_torch(environ: Mapping[str, str]) -> list[str]:
-    """The names of the GPUs that torch sees with these variables: for AMD's, and where nvidia-smi is missing."""
-    # Importing torch takes seconds: ask only if a driver is loaded that this torch is built for.
-    spec = importlib.util.find_spec("torch")
-    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
-    nvidia, amd = any(DEVICE_FILES.glob("nvidia[0-9]*")), (DEVICE_FILES / "kfd").exists()
-    if not ((nvidia and built.get("cuda")) or (amd and built.get("hip"))):
-        return []
-    command = [sys.executable, "-c", ASK_TORCH]
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
-        return [str(name) for name in json.loads(done.stdout.splitlines()[-1])]
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        print_line("warning: neither nvidia-smi nor torch lists the GPUs of this machine: set --nproc-per-node")
-        return []
+    return NodeInfo(node_rank, platform.node(), shared, facts)
 
 
 def _version_of(package: str) -> str:
@@ -180,12 +107,29 @@ def _version_of(package: str) -> str:
     return "-"
 
 
-def _free_gb(folder: Path) -> float | None:
-    """Free space on the disk where `folder` is, or will be created."""
-    for existing in (folder.absolute(), *folder.absolute().parents):
-        with suppress(OSError):
-            return shutil.disk_usage(existing).free / 1e9
-    return None
+def gpu_names(hidden: bool = False) -> list[str]:
+    """The names of the GPUs that a process here can use; with `hidden`, also of those that a variable hides from it."""
+    environ = {name: value for name, value in os.environ.items() if not hidden or "VISIBLE_DEVICES" not in name}
+    if "CUDA_VISIBLE_DEVICES" not in environ:  # nvidia-smi ignores it
+        command = ["nvidia-smi", "--list-gpus"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+            names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE)
+            if names or done.returncode == 0:
+                return names
+    # Importing torch takes seconds: ask it only if a driver is loaded that this torch is built for.
+    spec = importlib.util.find_spec("torch")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    nvidia = shutil.which("nvidia-smi") or any(DEVICE_FILES.glob("nvidia[0-9]*"))  # WSL has no such files
+    if not ((built.get("cuda") and nvidia) or (built.get("hip") and (DEVICE_FILES / "kfd").exists())):
+        return []
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        return [str(name) for name in json.loads(done.stdout.splitlines()[-1])]
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        print_line("warning: neither nvidia-smi nor torch lists the GPUs of this machine: set --nproc-per-node")
+        return []
 
 
 def print_table(nodes: Sequence[NodeInfo]) -> None:

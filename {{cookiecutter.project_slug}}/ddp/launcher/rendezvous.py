@@ -7,7 +7,6 @@ node, within seconds.
 
 import errno
 import json
-import platform
 import socket
 import sys
 import threading
@@ -51,36 +50,37 @@ class Endpoint:
         return PeerLost(message) if self.restart else SetupError(message)
 
 
-def join_nodes(info: NodeInfo, endpoint: Endpoint) -> str:
-    """Wait until all nodes are ready and agree. Returns this node's own address on the route to the others.
+def join_nodes(info: NodeInfo, endpoint: Endpoint) -> None:
+    """Wait until all nodes are ready and agree.
 
     Raises SetupError, on every node, if they do not agree or one is missing; PeerLost for the latter after a restart.
     """
-    found = _resolve(endpoint)
+    if not endpoint.restart:
+        _check_address(info, endpoint)
     if info.node_rank != 0:
         return _register(info, endpoint)
-    if not endpoint.restart and not any(is_own_address(address) for address in found):
-        with suppress(OSError, ValueError):  # if there is another node 0, both report the mismatch
-            _request_start(info, endpoint, wait=REPLY_TIMEOUT_S)
-        own = [address for address in addresses() if not is_loopback(address) and not address.startswith("fe80")]
-        here = f"{platform.node()}, which has --node-rank 0 (its addresses: {', '.join(own) or 'none'})"
-        remedy = "pass one of these on every node, or change this --node-rank"
-        raise SetupError(f"--master-addr {endpoint.host} is not an address of {here}: {remedy}")
     with closing(RendezvousServer(info, endpoint)) as server:
-        return server.run()
+        server.run()
 
 
-def _resolve(endpoint: Endpoint) -> list[str]:
-    """The addresses of --master-addr."""
+def _check_address(info: NodeInfo, endpoint: Endpoint) -> None:
+    """Refuse a --master-addr that does not resolve, or that node 0 does not have."""
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        if endpoint.restart:
-            return []
-        why = getattr(error, "strerror", None) or str(error)
-        problem = f"{platform.node()} cannot find its address ({why}): check the name, or pass an IP address"
+        problem = f"{info.host} cannot find its address ({_reason(error)}): check the name, or pass an IP address"
         raise SetupError(f"--master-addr {endpoint.host}: {problem}") from error
-    return [str(entry[4][0]) for entry in found]
+    if info.node_rank == 0 and not any(is_own_address(str(entry[4][0])) for entry in found):
+        with suppress(OSError, ValueError):  # if there is another node 0, both report the mismatch
+            _request_start(info, endpoint)
+        own = [address for address in addresses() if not is_loopback(address) and not address.startswith("fe80")]
+        here = f"{info.host}, which has --node-rank 0 (its addresses: {', '.join(own) or 'none'})"
+        remedy = "pass one of these on every node, or change this --node-rank"
+        raise SetupError(f"--master-addr {endpoint.host} is not an address of {here}: {remedy}")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _detect_dead_peer(connection: socket.socket) -> None:
@@ -91,31 +91,32 @@ def _detect_dead_peer(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _register(info: NodeInfo, endpoint: Endpoint) -> str:
-    """Ask node 0 until it responds. Returns this node's own address on the route to node 0."""
+def _register(info: NodeInfo, endpoint: Endpoint) -> None:
+    """Ask node 0 until it responds."""
     me, there = f"node {info.node_rank} ({info.host})", f"node 0 at {endpoint}"
-    start, grace, foreign_since, announced = time.monotonic(), endpoint.grace, None, False
+    start, grace, announced = time.monotonic(), endpoint.grace, False
     while True:
         try:
-            return _request_start(info, endpoint, wait=grace)
-        except (OSError, ValueError) as failure:
-            error, why, now = failure, getattr(failure, "strerror", None) or str(failure), time.monotonic()
-        foreign_since = (foreign_since or now) if isinstance(error, ValueError) else None
-        if getattr(error, "errno", None) == errno.ENETUNREACH and not endpoint.restart:
-            raise SetupError(f"{me} has no route to {there} ({why}): check --master-addr and the network") from error
-        if foreign_since is not None and now - foreign_since > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
-            remedy = "end that program, or choose another --master-port for all nodes"
-            raise SetupError(f"{me} finds another program than {there}: {remedy}")
-        if now - start > grace:
+            return _request_start(info, endpoint)
+        except (OSError, ValueError) as error:
+            waited, why = time.monotonic() - start, _reason(error)
+            if getattr(error, "errno", None) == errno.ENETUNREACH and not endpoint.restart:
+                raise SetupError(
+                    f"{me} has no route to {there} ({why}): check --master-addr and the network"
+                ) from error
+            if isinstance(error, ValueError) and waited > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
+                remedy = "end that program, or choose another --master-port for all nodes"
+                raise SetupError(f"{me} finds another program than {there}: {remedy}") from error
+        if waited > grace:
             hint = "check that launch_node.sh runs there with this --master-port, and that no firewall blocks the port"
             raise endpoint.timeout_error(f"{me} got no answer from {there} within {grace:g} s ({why}): {hint}")
-        if now - start > REPLY_TIMEOUT_S and not announced:
+        if waited > REPLY_TIMEOUT_S and not announced:
             announced = True
             print_line(f"node {info.node_rank}: waiting for {there} (up to {grace:g} s; {why})")
         time.sleep(RETRY_INTERVAL_S)
 
 
-def _request_start(info: NodeInfo, endpoint: Endpoint, wait: float) -> str:
+def _request_start(info: NodeInfo, endpoint: Endpoint) -> None:
     """Register, and wait for the answer. Raises OSError if there is none, ValueError for that of another program."""
     address = (endpoint.host, endpoint.port)
     with socket.create_connection(address, REPLY_TIMEOUT_S) as connection, connection.makefile("rb") as lines:
@@ -124,21 +125,19 @@ def _request_start(info: NodeInfo, endpoint: Endpoint, wait: float) -> str:
             greeting = lines.readline(100)
         except TimeoutError as error:  # perhaps the store of a job that has not ended there
             raise OSError("the port is open, but nothing responds") from error
-        if greeting != GREETING:
-            raise ValueError("another program uses that port") if greeting else OSError("node 0 closed the connection")
-        own_address = plain(connection.getsockname()[0])
+        if greeting not in (GREETING, b""):
+            raise ValueError("another program uses that port")
         if info.facts:
-            info.add_network_facts(own_address)
+            info.add_network_facts(plain(connection.getsockname()[0]))
         with suppress(OSError):  # if node 0 is gone, that shows when its answer is read
             connection.sendall(info.to_json() + b"\n")
-        connection.settimeout(wait + REPLY_TIMEOUT_S)
+        connection.settimeout(endpoint.grace + REPLY_TIMEOUT_S)
         if not (line := lines.readline()):
             raise OSError("node 0 closed the connection")
     answer = json.loads(line)
-    if answer["start"]:
-        return own_address
-    kinds: dict[int, type[UserError]] = {ExitCode.PEER_LOST: PeerLost, ExitCode.STOPPED: Stopped}
-    raise kinds.get(answer["exit_code"], SetupError)(answer["message"])
+    if not answer["start"]:
+        kinds: dict[int, type[UserError]] = {ExitCode.PEER_LOST: PeerLost, ExitCode.STOPPED: Stopped}
+        raise kinds.get(answer["exit_code"], SetupError)(answer["message"])
 
 
 class RendezvousServer:
@@ -158,7 +157,7 @@ class RendezvousServer:
             taken = error.errno == errno.EADDRINUSE
             why = f"is taken by {port_owner(endpoint.port)}" if taken else f"cannot be used ({error.strerror})"
             remedy = f"{'end that process, or ' if taken else ''}choose another --master-port for all nodes"
-            raise SetupError(f"port {endpoint.port} of {platform.node()} {why}: {remedy}") from error
+            raise SetupError(f"port {endpoint.port} of {info.host} {why}: {remedy}") from error
         self.listener.settimeout(WAKE_INTERVAL_S)
 
     def close(self) -> None:
@@ -171,14 +170,13 @@ class RendezvousServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def run(self) -> str:
-        """Wait for all nodes, and answer them. Returns node 0's address as they see it."""
+    def run(self) -> None:
+        """Wait for all nodes, and answer them."""
         try:
             self._wait_for_nodes()
             if self.info.facts and not self.mismatch:
                 self.info.add_network_facts(self.info.address)
-                nodes = list(self._nodes().values())
-                print_table(nodes)  # all differences show before one is refused
+                print_table(nodes := list(self._nodes().values()))  # all differences show before one is refused
                 self.mismatch = next(filter(None, map(self.info.differences, nodes)), "")
             if self.mismatch:
                 raise ConfigMismatch(self.mismatch)
@@ -190,7 +188,6 @@ class RendezvousServer:
                     self._accept()
             raise
         self._answer(start=True)
-        return self.info.address
 
     def _wait_for_nodes(self) -> None:
         start, announced, grace, port = time.monotonic(), False, self.endpoint.grace, self.endpoint.port
@@ -257,6 +254,6 @@ class RendezvousServer:
         if other := self._nodes().get(node.node_rank):
             ranks = f"from 0 to {self.nnodes - 1}"
             return f"{other} and {node} have the same --node-rank: give each machine its own, {ranks}"
-        if node.facts and self.info.fits_in_one_table(node):
+        if self.info.facts and node.facts and node.shared.get("--nnodes") == self.nnodes:
             return ""  # --check compares the rest after all have joined
         return self.info.differences(node)

@@ -25,14 +25,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ddp.core.errors import ExitCode, print_line
+from ddp.core.errors import ExitCode, QuitImmediately, print_line
 from ddp.core.files import PROJECT_DIR
 from ddp.core.host import available_cores
 from ddp.core.signals import SignalHandler, is_alive, send_signal
-from ddp.launcher.launch_options import LaunchOptions
 
+MAIN = PROJECT_DIR / "main.py"
 # Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to run_torchrun.py.
 START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchrun import main; main()"
 # Options of torchrun, as variables: an old torchrun (2.8, 2.11) ignores those that it does not know. SIGHUP is not
@@ -53,7 +52,7 @@ class RunResult:
     message: str = ""
     restartable: bool = False
     reported: bool = True  # whether a worker or torchrun has printed the reason
-    saved_step: int | None = None  # of the last checkpoint, if a worker recorded it
+    saved_step: int = -1  # of the last checkpoint; -1 if no worker has recorded one
 
 
 class WorkerProcesses:
@@ -65,6 +64,7 @@ class WorkerProcesses:
 
     def __init__(self) -> None:
         self.stop_requested = False  # by the user
+        self.quit_signal: signal.Signals | None = None  # a second one, which ends all at once
         self.survivors: list[int] = []  # process ids: those that were asked to stop because another process failed
 
     def running(self) -> list[int]:
@@ -103,7 +103,8 @@ class WorkerProcesses:
             if elapsed > self.kill_after_s:
                 who = ", ".join(map(str, running))
                 print_line(f"killing processes {who}: they still run {self.kill_after_s:g} s after {self.failure}")
-            if requests.second is not None or elapsed > self.kill_after_s:
+            self.quit_signal = requests.second
+            if self.quit_signal is not None or elapsed > self.kill_after_s:
                 return self.kill()
             time.sleep(POLL_INTERVAL_S)
 
@@ -113,29 +114,24 @@ class WorkerGroup(WorkerProcesses):
 
     failure = "torchrun"
 
-    def __init__(self, options: LaunchOptions, words: list[str], timeout: float, variables: dict[str, str]) -> None:
+    def __init__(
+        self, nproc: int, nodes: list[str], words: list[str], timeout: float, variables: dict[str, str]
+    ) -> None:
+        """Start torchrun with `nodes`, its options about the nodes, and main.py with `words`."""
         super().__init__()
         # If torchrun was killed, its workers notice that, and save. One that waits for a lost worker gives up after
         # --timeout, so those that are left then are stuck.
-        self.nproc, self.kill_after_s = options.nproc_per_node, timeout
+        self.nproc, self.kill_after_s = nproc, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
+        workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
         self.torchrun = subprocess.Popen(
-            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *self._arguments(options), *words],
-            env=_environment(self.nproc) | variables,
+            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, MAIN, *words],
+            env=_environment(nproc) | variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-    def _arguments(self, options: LaunchOptions) -> list[str]:
-        nodes = ["--standalone", "--local-addr=127.0.0.1"]
-        if options.nnodes > 1:
-            timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing
-            nodes = [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}", f"--rdzv-conf=timeout={timeout}"]
-            nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
-        workers = [f"--nproc-per-node={self.nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
-        return [*nodes, *workers, str(PROJECT_DIR / "main.py")]
 
     def close(self) -> None:
         self.kill()
@@ -145,7 +141,7 @@ class WorkerGroup(WorkerProcesses):
         workers = [pid for pid in self.pids() if is_alive(pid)]
         idle = not workers and len(self.pids()) == self.nproc
         self.idle_since = min(self.idle_since, time.monotonic()) if idle else math.inf
-        grace = FAILED_WORKERS_GRACE_S if self._errors() else DONE_WORKERS_GRACE_S
+        grace = FAILED_WORKERS_GRACE_S if self._read("error.json") else DONE_WORKERS_GRACE_S
         if time.monotonic() - self.idle_since > grace:
             self.torchrun.kill()  # it does not exit when it cannot reach its store
         return workers if self.torchrun.poll() is not None else [self.torchrun.pid, *workers]
@@ -178,52 +174,38 @@ class WorkerGroup(WorkerProcesses):
         """The workers that have started so far."""
         return [int(text) for text in self._read("pid") if text.isdigit()]
 
-    def output_dir(self) -> Path | None:
-        """Where the run writes; None if no worker has got that far."""
-        return next((Path(text) for text in self._read("output_dir")), None)
-
     def result(self) -> RunResult:
         """How it ended, after all processes are gone: the first row of `table` whose condition is true.
 
         A restart helps only after the loss of a process: exit code 8, a killed torchrun, or a failure that no worker
         explains. An error that main.py reports (1 to 7) would occur again, and 75 was asked for.
         """
+        if self.quit_signal is not None:
+            return RunResult(128 + self.quit_signal, str(QuitImmediately(self.quit_signal)), reported=False)
+        reports, steps = [], [int(text) for text in self._read("saved")]
+        for error in (json.loads(text)["message"] for text in self._read("error.json")):
+            info = error["extraInfo"]
+            reports.append((not info["cause"], int(info["timestamp"]), error["errorCode"], error["message"]))
+            steps += [] if info["saved"] is None else [info["saved"]]
+        *_, reported, why = min(reports, default=(0, ""))  # the root cause
         # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
-        code, errors = self.torchrun.returncode, self._errors()
-        codes = [error["exit_code"] for error in errors]
-        cause: dict[str, Any] = errors[0] if errors else {"exit_code": 0, "message": ""}
+        code, lost = self.torchrun.returncode, ExitCode.PEER_LOST
         # If a worker is killed, torchrun stops the others, and they exit with 75 as if the user had asked for that.
-        only_stops = not self.stop_requested and all(code == ExitCode.STOPPED for code in codes)  # or no code at all
+        only_stops = not self.stop_requested and all(report[2] == ExitCode.STOPPED for report in reports)
         stopping = self.stop_requested or code == ExitCode.STOPPED
-        lost, early = ExitCode.PEER_LOST, "stopped before training began: nothing to save"
+        early = "stopped before training began: nothing to save"
         cut_short = "the processes were killed before they had stopped"
         table = [
-            (len(self._read("done")) == self.nproc, RunResult(0)),  # whatever torchrun was asked meanwhile
+            (code == 0 or len(self._read("done")) == self.nproc, RunResult(0)),  # whatever torchrun was asked meanwhile
             (code == lost and only_stops, RunResult(lost, "a process was lost", restartable=True)),
-            (code != 0 and codes[:1] == [lost], RunResult(lost, cause["message"], restartable=True)),
-            (
-                code != 0 and codes,
-                RunResult(cause["exit_code"], cause["message"]),
-            ),  # also an orderly stop that only the workers know of
-            (code == 0, RunResult(0)),
+            (reports, RunResult(reported, why, restartable=reported == lost)),  # also a stop that only workers know of
             (stopping and len(self.pids()) < self.nproc, RunResult(ExitCode.STOPPED, early, reported=False)),
             (stopping, RunResult(lost, cut_short, reported=False)),
             (code < 0, RunResult(lost, "torchrun was killed", restartable=True, reported=False)),
+            (True, RunResult(code, "a process failed", restartable=True, reported=False)),
         ]
-        unexplained = RunResult(code, "a process failed", restartable=True, reported=False)
-        result = next((result for applies, result in table if applies), unexplained)
-        steps = [int(text) for text in self._read("saved") if text.isdigit()]
-        steps += [error["saved"] for error in errors if isinstance(error.get("saved"), int)]
-        return replace(result, saved_step=max(steps, default=None))
-
-    def _errors(self) -> list[dict[str, Any]]:
-        """What the workers that failed wrote, the root cause first."""
-        found: list[dict[str, Any]] = []
-        for text in self._read("error.json"):
-            with suppress(ValueError, KeyError, TypeError):
-                error = json.loads(text)["message"]
-                found.append(error["extraInfo"] | {"exit_code": int(error["errorCode"]), "message": error["message"]})
-        return sorted(found, key=lambda error: (not error.get("cause", True), float(error.get("timestamp", 0))))
+        result = next(result for applies, result in table if applies)
+        return replace(result, saved_step=max(steps, default=-1))
 
     def _read(self, name: str) -> list[str]:
         """The content of that file, of each worker that has it."""
