@@ -244,7 +244,7 @@ def test_clocks_apart_and_a_full_disk_are_pointed_out(capsys: pytest.CaptureFixt
     nodes = [
         NodeInfo(0, "one", {}, {**facts, "disk": 100.0, "offset": 0.0}),
         NodeInfo(1, "two", {}, {**facts, "disk": 1.25, "offset": -61.4}),
-        NodeInfo(2, "three", {}, {**facts, "disk": None, "offset": 4.9}),
+        NodeInfo(2, "three", {}, {**facts, "offset": 4.9}),
     ]
     print_table(nodes)
     assert capsys.readouterr().out.splitlines()[4:] == [

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -133,30 +134,22 @@ def gpu_names(hidden: bool = False) -> list[str]:
 
 
 def print_table(nodes: Sequence[NodeInfo]) -> None:
-    """Print one line per node, and what is unusual about them."""
-    rows = [COLUMNS, *(_row(node) for node in nodes)]
+    """Print one line per node, and what is allowed but rarely intended."""
+    rows, warnings, first = [COLUMNS], [], nodes[0]
+    for node in nodes:
+        facts = node.facts
+        disk, offset = facts.get("disk", math.nan), facts.get("offset", math.nan)
+        cells = {"node": str(node.node_rank), "host": node.host, **facts}
+        cells["disk"] = "?" if math.isnan(disk) else f"{disk:,.0f} GB free"
+        cells["clock"] = "0" if node is first else "?" if math.isnan(offset) else f"{round(offset, 2) + 0.0:+.2f} s"
+        rows.append(tuple(cells.get(column, "?") for column in COLUMNS))
+        if facts.get("GPUs", first.facts["GPUs"]) != first.facts["GPUs"]:
+            both = f"{first.host} has {first.facts['GPUs']}, {node.host} has {facts['GPUs']}"
+            warnings.append(f"warning: {both}: the slowest decides")
+        if abs(offset) > MAX_CLOCK_OFFSET_S:
+            warnings.append(f"warning: the clock of {node.host} is {offset:+.0f} s off that of {first.host}")
+        if disk < LOW_DISK_GB:
+            warnings.append(f"warning: {node.host} has only {disk:.1f} GB of disk left for --output-dir")
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    warnings = [f"warning: {line}" for node in nodes for line in _warnings(nodes[0], node)]
     print(*lines, *warnings, sep="\n", flush=True)
-
-
-def _row(node: NodeInfo) -> tuple[str, ...]:
-    disk, offset = node.facts.get("disk"), node.facts.get("offset")
-    cells = {"node": node.node_rank, "host": node.host, **node.facts}
-    cells["disk"] = f"{disk:,.0f} GB free" if disk is not None else "?"
-    cells["clock"] = "0" if node.node_rank == 0 else f"{round(offset, 2) + 0.0:+.2f} s" if offset is not None else "?"
-    return tuple(str(cells.get(column, "?")) for column in COLUMNS)
-
-
-def _warnings(first: NodeInfo, node: NodeInfo) -> list[str]:
-    """Differences from node 0, and limits, that are allowed but rarely intended."""
-    found, offset, disk = [], node.facts.get("offset"), node.facts.get("disk")
-    gpus, others = first.facts.get("GPUs"), node.facts.get("GPUs")
-    if others is not None and gpus != others:
-        found.append(f"{first.host} has {gpus}, {node.host} has {others}: the slowest decides")
-    if offset is not None and abs(offset) > MAX_CLOCK_OFFSET_S:
-        found.append(f"the clock of {node.host} is {offset:+.0f} s off that of {first.host}")
-    if disk is not None and disk < LOW_DISK_GB:
-        found.append(f"{node.host} has only {disk:.1f} GB of disk left for --output-dir")
-    return found

@@ -7,10 +7,11 @@ node, within seconds.
 
 import errno
 import json
+import select
 import socket
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,6 @@ RETRY_INTERVAL_S = 0.5
 WAKE_INTERVAL_S = 0.05
 LATE_NODES_GRACE_S = 5.0  # after a mismatch, wait for late nodes, so that they receive the answer as well
 FOREIGN_PROGRAM_GRACE_S = 10.0  # another program may hold the port for a while: the end of an earlier run, perhaps
-
-
-class ConfigMismatch(SetupError):
-    """Two nodes do not belong to the same run."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +137,24 @@ def _request_start(info: NodeInfo, endpoint: Endpoint) -> None:
         raise kinds.get(answer["exit_code"], SetupError)(answer["message"])
 
 
+@dataclass
+class Client:
+    """Another program that has connected to node 0."""
+
+    deadline: float  # to register
+    received: bytes = b""
+    node: NodeInfo | None = None  # once it has registered
+
+
 class RendezvousServer:
-    """Node 0's side. A thread serves each connection, so one slow client cannot delay the others."""
+    """Node 0's side. One loop serves all connections, without waiting for any."""
 
     def __init__(self, info: NodeInfo, endpoint: Endpoint) -> None:
         self.info, self.endpoint = info, endpoint
         self.nnodes: int = info.shared["--nnodes"]
         info.address = endpoint.host  # until another node connects
-        self.threads: dict[socket.socket, threading.Thread] = {}  # of all connections
-        self.nodes: dict[socket.socket, NodeInfo] = {}  # of those that have registered
-        self.mismatch, self.answer = "", b""
-        self.lock = threading.Lock()  # while a thread registers a node
+        self.clients: dict[socket.socket, Client] = {}
+        self.mismatch = ""
         try:
             self.listener = listen(endpoint.port)
         except OSError as error:
@@ -158,17 +162,12 @@ class RendezvousServer:
             why = f"is taken by {port_owner(endpoint.port)}" if taken else f"cannot be used ({error.strerror})"
             remedy = f"{'end that process, or ' if taken else ''}choose another --master-port for all nodes"
             raise SetupError(f"port {endpoint.port} of {info.host} {why}: {remedy}") from error
-        self.listener.settimeout(WAKE_INTERVAL_S)
+        self.listener.setblocking(False)
 
     def close(self) -> None:
-        """Send the rest of an answer, and close all connections: torchrun's store needs the port."""
-        self.listener.close()
-        deadline = time.monotonic() + REPLY_TIMEOUT_S
-        for connection, thread in self.threads.items():
-            if connection in self.nodes:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        """Close all connections: torchrun's store needs the port."""
+        for connection in (self.listener, *self.clients):
+            connection.close()
 
     def run(self) -> None:
         """Wait for all nodes, and answer them."""
@@ -176,16 +175,15 @@ class RendezvousServer:
             self._wait_for_nodes()
             if self.info.facts and not self.mismatch:
                 self.info.add_network_facts(self.info.address)
-                print_table(nodes := list(self._nodes().values()))  # all differences show before one is refused
+                print_table(nodes := self._nodes())  # all differences show before one is refused
                 self.mismatch = next(filter(None, map(self.info.differences, nodes)), "")
             if self.mismatch:
-                raise ConfigMismatch(self.mismatch)
+                deadline = time.monotonic() + LATE_NODES_GRACE_S
+                while self._missing() and time.monotonic() < deadline:
+                    self._serve()
+                raise SetupError(self.mismatch)
         except UserError as error:
             self._answer(start=False, message=one_line(error), exit_code=error.exit_code)
-            deadline = time.monotonic() + LATE_NODES_GRACE_S
-            while isinstance(error, ConfigMismatch) and self._missing() and time.monotonic() < deadline:
-                with suppress(UserError):
-                    self._accept()
             raise
         self._answer(start=True)
 
@@ -195,63 +193,74 @@ class RendezvousServer:
             waited = time.monotonic() - start
             who = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))}"
             if waited > grace:
-                joined = ", ".join(map(str, self._nodes().values()))
+                joined = ", ".join(map(str, self._nodes()))
                 count = f"only {self.nnodes - len(missing)} of {self.nnodes} nodes joined at {self.endpoint}"
                 remedy = f"Run launch_node.sh there with --master-addr {self.endpoint.host} --master-port {port}"
                 raise self.endpoint.timeout_error(f"{count} within {grace:g} s: {joined}; missing: {who}. {remedy}")
             if waited > REPLY_TIMEOUT_S and not announced:
                 announced = True
                 print_line(f"node 0: waiting for {who} at port {port} (up to {grace:g} s)")
-            self._accept()
+            self._serve()
 
-    def _nodes(self) -> dict[int, NodeInfo]:
-        """The nodes that have registered, and this one, by rank."""
-        others = {node.node_rank: node for node in list(self.nodes.values())}
-        return dict(sorted({**others, 0: self.info}.items()))
+    def _nodes(self) -> list[NodeInfo]:
+        """This node and those that have registered, by rank."""
+        others = [client.node for client in self.clients.values() if client.node]
+        return sorted([self.info, *others], key=lambda node: node.node_rank)
 
     def _missing(self) -> list[int]:
-        nodes = self._nodes()
-        return [rank for rank in range(self.nnodes) if rank not in nodes]
+        return sorted({*range(self.nnodes)} - {node.node_rank for node in self._nodes()})
 
     def _answer(self, **answer: Any) -> None:
-        """Answer all nodes that have registered, and those that will."""
-        self.answer = json.dumps(answer).encode() + b"\n"
-        for connection in list(self.nodes):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # wakes its thread
+        """Answer the nodes that have registered. One that does not read delays no other."""
+        line = json.dumps(answer).encode() + b"\n"
+        with ThreadPoolExecutor(self.nnodes) as pool:
+            for connection, client in self.clients.items():
+                if client.node:
+                    connection.settimeout(REPLY_TIMEOUT_S)
+                    pool.submit(connection.sendall, line)
 
-    def _accept(self) -> None:
-        """Accept a connection, or wait a moment for one."""
-        with suppress(OSError, RuntimeError):  # nobody has connected; or too many have, for files or threads
-            connection, _ = self.listener.accept()
-            self.threads[connection] = threading.Thread(target=self._serve, args=[connection], daemon=True)
-            self.threads[connection].start()
+    def _serve(self) -> None:
+        """Accept and receive what there is, or wait a moment for it. Bad input closes only its connection."""
+        poll = select.poll()
+        for connection in (self.listener, *self.clients):
+            poll.register(connection, select.POLLIN)
+        poll.poll(WAKE_INTERVAL_S * 1000)
+        with suppress(OSError):  # no other has connected; or too many have, for files
+            while True:
+                connection, _ = self.listener.accept()
+                _detect_dead_peer(connection)
+                connection.setblocking(False)
+                connection.send(GREETING)
+                self.clients[connection] = Client(time.monotonic() + REPLY_TIMEOUT_S)
+        for connection, client in list(self.clients.items()):
+            try:
+                self._receive(connection, client)
+            except BlockingIOError:
+                pass
+            except (OSError, ValueError):  # a port scanner, a process of an earlier job, or a node that is gone
+                connection.close()
+                del self.clients[connection]
 
-    def _serve(self, connection: socket.socket) -> None:
-        """In a thread: one connection, until it is closed. Bad input closes only this connection."""
-        # OSError and ValueError: from a port scanner, a process of an earlier job, or a node that is gone.
-        with connection, connection.makefile("rb") as lines, suppress(OSError, ValueError):
-            _detect_dead_peer(connection)
-            connection.settimeout(REPLY_TIMEOUT_S)
-            connection.sendall(GREETING)
-            node = NodeInfo.from_json(lines.readline(MAX_INFO_BYTES))
-            node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
-            with self.lock:
-                if self.info.address == self.endpoint.host or not is_loopback(own):
-                    self.info.address = own  # if there are several, one that leads to other machines
-                self.mismatch = self.mismatch or self._conflict(node)
-                self.nodes[connection] = node  # also a wrong one receives the answer
-            if not self.answer:
-                connection.settimeout(None)
-                connection.recv(1)  # a node sends nothing more: returns when there is an answer, or the node is gone
-            if self.answer:
-                connection.settimeout(REPLY_TIMEOUT_S)
-                return connection.sendall(self.answer)
-        self.nodes.pop(connection, None)  # it may register again
+    def _receive(self, connection: socket.socket, client: Client) -> None:
+        """Receive what there is, and register the node. Raises OSError or ValueError if the connection is of no use."""
+        if client.node is None and time.monotonic() > client.deadline:
+            raise TimeoutError
+        data = connection.recv(MAX_INFO_BYTES)
+        client.received += data
+        if not data or client.node or len(client.received) > MAX_INFO_BYTES:  # a node sends nothing more
+            raise OSError("closed")
+        if not client.received.endswith(b"\n"):
+            return
+        node = NodeInfo.from_json(client.received)
+        node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
+        if self.info.address == self.endpoint.host or not is_loopback(own):
+            self.info.address = own  # if there are several, one that leads to other machines
+        self.mismatch = self.mismatch or self._conflict(node)
+        client.node = node  # also a wrong one receives the answer
 
     def _conflict(self, node: NodeInfo) -> str:
         """Why this node does not belong to this run; empty if it does."""
-        if other := self._nodes().get(node.node_rank):
+        if other := next((known for known in self._nodes() if known.node_rank == node.node_rank), None):
             ranks = f"from 0 to {self.nnodes - 1}"
             return f"{other} and {node} have the same --node-rank: give each machine its own, {ranks}"
         if self.info.facts and node.facts and node.shared.get("--nnodes") == self.nnodes:

@@ -41,9 +41,17 @@ def run_torchrun(options: list[str]) -> int:
         run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and not arguments.standalone:
+        if failure.exitcode >= 0:
+            return ExitCode.BUG
+        if not arguments.standalone:
             _tell_other_nodes(rank, arguments.master_addr, arguments.master_port)
-        return _exit_code_of_worker(rank, failure.pid, failure.exitcode, Path(arguments.log_dir))
+        how = killed_by(failure.exitcode)
+        for output_dir in list(Path(arguments.log_dir).glob("*/*/*/output_dir"))[:1]:  # all workers have the same
+            log = rank_log_path(output_dir.read_text(), rank)
+            if "SIGKILL" not in how and log.exists():
+                how += f"; its last output is in {log}"
+        print_line(f"rank {rank}: process {failure.pid} on {socket.gethostname()} was {how}")
+        return ExitCode.PEER_LOST
     except SignalException:
         return ExitCode.STOPPED
     except DistError as error:
@@ -76,16 +84,3 @@ def _tell_other_nodes(rank: int, host: str, port: int) -> None:
             resumable = "nothing was saved yet" if saved is None else f"resumable from step {int(saved):,}"
             lost = failure_record(rank, ExitCode.PEER_LOST, f"rank {rank} was lost; {resumable}")
             workers.compare_set(FAILURE_KEY, "", lost)
-
-
-def _exit_code_of_worker(rank: int, pid: int, exit_code: int, folder: Path) -> int:
-    """8 if a signal killed the worker, which cannot print that itself. `folder` has what all workers wrote."""
-    if exit_code >= 0:
-        return ExitCode.BUG
-    how = killed_by(exit_code)
-    for output_dir in list(folder.glob("*/*/*/output_dir"))[:1]:
-        log = rank_log_path(output_dir.read_text(), rank)
-        if "SIGKILL" not in how and log.exists():
-            how += f"; its last output is in {log}"
-    print_line(f"rank {rank}: process {pid} on {socket.gethostname()} was {how}")
-    return ExitCode.PEER_LOST

@@ -125,10 +125,15 @@ class WorkerGroup(WorkerProcesses):
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
         workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
+        # Without settings of other launchers, which would apply to torchrun as well.
+        foreign = [name for name in os.environ if name.startswith("PET_") or name in OTHER_LAUNCHERS]
+        environ = {name: value for name, value in os.environ.items() if name not in foreign}
+        environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc))  # not 1
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
         self.torchrun = subprocess.Popen(
             [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, MAIN, *words],
-            env=_environment(nproc) | variables,
+            env=environ | TORCHRUN_VARIABLES | variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -214,13 +219,3 @@ class WorkerGroup(WorkerProcesses):
             with suppress(OSError, ValueError):
                 found.append(file.read_text())
         return found
-
-
-def _environment(nproc: int) -> dict[str, str]:
-    """The variables of torchrun, without settings of other launchers, which would apply to it."""
-    foreign = [name for name in os.environ if name.startswith("PET_") or name in OTHER_LAUNCHERS]
-    kept = {name: value for name, value in os.environ.items() if name not in foreign}
-    # torchrun would set 1.
-    kept["OMP_NUM_THREADS"] = kept.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc))
-    kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
-    return kept | TORCHRUN_VARIABLES
