@@ -163,7 +163,7 @@ COUNT = """
 import os, sys; from pathlib import Path
 sys.path[0] = os.getcwd()
 from ddp.launcher import node_info
-node_info.DEVICE_FILES, node_info.TORCH_TIMEOUT_S = Path(sys.argv[1]) / "dev", float(sys.argv[2])
+node_info.DEVICE_FILES, node_info.GPU_TIMEOUT_S = Path(sys.argv[1]) / "dev", float(sys.argv[2])
 os.chdir(sys.argv[1])
 print(len(node_info.gpu_names()), node_info.gpu_names(hidden=True))
 """

@@ -66,8 +66,8 @@ class LaunchOptions:
         """Refuse options that contradict each other, and set those that follow from others."""
         self.master_addr = self.master_addr.strip("[]")  # around an IPv6 address
         if self.node_rank >= self.nnodes:
-            ranks = f"ranks run from 0 to {self.nnodes - 1}"
-            raise UsageError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes}, {ranks}")
+            last = self.nnodes - 1
+            raise UsageError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes}, ranks run from 0 to {last}")
         if self.nnodes > 1 and not self.master_addr:
             raise UsageError(f"--master-addr: needed with --nnodes {self.nnodes}; see --help")
         if self.max_restarts is None or self.check:
@@ -103,28 +103,23 @@ def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[
     return LaunchOptions(**given), config, main_options
 
 
-class StopRequests(SignalHandler):
-    """Signals that ask this node to stop. They raise Stopped while `when` is set: then there are no workers."""
-
-    when = ""
-
-    def on_first(self) -> None:
-        if self.first is not None and self.when:
-            raise Stopped(f"stopped by {self.first.name} {self.when}")
-
-
-class NodeAgent:
-    """This node, through all restarts of one run."""
+class NodeAgent(SignalHandler):
+    """This node, through all restarts of one run. A signal stops it; while no workers run, it raises Stopped."""
 
     def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
-        self.requests = StopRequests()
-        self.requests.install()
+        super().__init__()
+        self.when = ""  # what Stopped reports; empty while workers run
+        self.install()
         self.options, self.config, self.main_options = options, config, main_options
         self.nproc = options.nproc_per_node or len(gpu_names()) or 1
         check_process_count("--nproc-per-node", self.nproc)
         basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
         self.info = describe_node(options.node_rank, basics, config)
         self.shows_no_progress = options.node_rank > 0 and not options.check  # rank 0 shows it, on node 0
+
+    def on_first(self) -> None:
+        if self.first is not None and self.when:
+            raise Stopped(f"stopped by {self.first.name} {self.when}")
 
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left; progress resets the count of restarts."""
@@ -134,7 +129,7 @@ class NodeAgent:
             result = self._run_workers(self.options.max_restarts - restarts)
             if result.saved_step > furthest_step:
                 restarts, furthest_step = 0, result.saved_step
-            if not result.restartable or self.requests.first is not None or restarts >= self.options.max_restarts:
+            if not result.restartable or self.first is not None or restarts >= self.options.max_restarts:
                 break
             pause = min(FIRST_RESTART_INTERVAL_S * 2**restarts, MAX_RESTART_INTERVAL_S)
             restarts += 1
@@ -158,9 +153,9 @@ class NodeAgent:
         states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
         late = self.config.timeout + NOTICE_GRACE_S if pause or "running" in states else 0
         grace = max(options.start_grace, late)
-        self.requests.when = "before the restart" if pause else "before training began: nothing to save"
+        self.when = "before the restart" if pause else "before training began: nothing to save"
         try:
-            self.requests.on_first()  # a signal that has arrived earlier
+            self.on_first()  # a signal that has arrived earlier
             time.sleep(pause)
             if options.nnodes > 1:
                 join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart=pause > 0))
@@ -168,27 +163,24 @@ class NodeAgent:
                 self.info.add_network_facts("127.0.0.1")
                 print_table([self.info])
         finally:
-            self.requests.when = ""
+            self.when = ""
         if self.shows_no_progress:
-            processes = plural(self.nproc, "process", "es")
-            self._print(f"all nodes are connected; {processes} here; node 0 prints the progress")
+            here = plural(self.nproc, "process", "es")
+            self._print(f"all nodes are connected; {here} here; node 0 prints the progress")
 
     def _run_workers(self, restarts_left: int) -> RunResult:
         """Run the workers until all of them are gone."""
-        options, variables = self.options, {}
-        if options.check:
-            variables[CHECK_VARIABLE] = "1"
-        elif not self.config.evaluate:
-            variables[RANK_LOGS_VARIABLE] = "1"
-        if restarts_left:
-            variables[RESTARTS_VARIABLE] = str(restarts_left)
+        options = self.options
+        flags = {CHECK_VARIABLE: options.check, RESTARTS_VARIABLE: restarts_left > 0}
+        flags[RANK_LOGS_VARIABLE] = not (options.check or self.config.evaluate)
+        variables = {name: "1" for name, applies in flags.items() if applies}
         nodes = ["--standalone", "--local-addr=127.0.0.1"]
         if options.nnodes > 1:
             timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing
             nodes = [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}", f"--rdzv-conf=timeout={timeout}"]
             nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
         with closing(WorkerGroup(self.nproc, nodes, self.main_options, self.config.timeout, variables)) as group:
-            group.watch(self.requests)
+            group.watch(self)
             result = group.result()
             for folder in output_dirs(self.config.output_dir):  # if rank 0 was killed, status.json says "running"
                 correct_status(folder, group.pids(), result.exit_code, result.message)

@@ -26,8 +26,7 @@ from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 
 MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
 LOW_DISK_GB = 5.0
-NVIDIA_SMI_TIMEOUT_S = 60.0
-TORCH_TIMEOUT_S = 120.0  # for a process that imports it, perhaps from a slow network disk
+GPU_TIMEOUT_S = 120.0  # for nvidia-smi, or for a process that imports torch, perhaps from a slow network disk
 # Prints the names of the GPUs that the process sees. No module is imported from the working directory.
 ASK_TORCH = """import sys; sys.path.remove(""); import json; from torch import cuda
 print(json.dumps([cuda.get_device_name(index) for index in range(cuda.device_count())]))"""
@@ -114,7 +113,7 @@ def gpu_names(hidden: bool = False) -> list[str]:
     if "CUDA_VISIBLE_DEVICES" not in environ:  # nvidia-smi ignores it
         command = ["nvidia-smi", "--list-gpus"]
         with suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
             names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE)
             if names or done.returncode == 0:
                 return names
@@ -126,7 +125,7 @@ def gpu_names(hidden: bool = False) -> list[str]:
         return []
     command = [sys.executable, "-c", ASK_TORCH]
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
         return [str(name) for name in json.loads(done.stdout.splitlines()[-1])]
     except (subprocess.TimeoutExpired, ValueError, IndexError):
         print_line("warning: neither nvidia-smi nor torch lists the GPUs of this machine: set --nproc-per-node")

@@ -11,7 +11,6 @@ import select
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -126,8 +125,7 @@ def _request_start(info: NodeInfo, endpoint: Endpoint) -> None:
             raise ValueError("another program uses that port")
         if info.facts:
             info.add_network_facts(plain(connection.getsockname()[0]))
-        with suppress(OSError):  # if node 0 is gone, that shows when its answer is read
-            connection.sendall(info.to_json() + b"\n")
+        connection.sendall(info.to_json() + b"\n")
         connection.settimeout(endpoint.grace + REPLY_TIMEOUT_S)
         if not (line := lines.readline()):
             raise OSError("node 0 closed the connection")
@@ -152,14 +150,14 @@ class RendezvousServer:
     def __init__(self, info: NodeInfo, endpoint: Endpoint) -> None:
         self.info, self.endpoint = info, endpoint
         self.nnodes: int = info.shared["--nnodes"]
-        info.address = endpoint.host  # until another node connects
+        info.address = endpoint.host  # until a node of another machine connects
         self.clients: dict[socket.socket, Client] = {}
         self.mismatch = ""
         try:
             self.listener = listen(endpoint.port)
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            why = f"is taken by {port_owner(endpoint.port)}" if taken else f"cannot be used ({error.strerror})"
+            why = f"is taken by {port_owner(endpoint.port)}" if taken else f"cannot be used ({_reason(error)})"
             remedy = f"{'end that process, or ' if taken else ''}choose another --master-port for all nodes"
             raise SetupError(f"port {endpoint.port} of {info.host} {why}: {remedy}") from error
         self.listener.setblocking(False)
@@ -211,13 +209,13 @@ class RendezvousServer:
         return sorted({*range(self.nnodes)} - {node.node_rank for node in self._nodes()})
 
     def _answer(self, **answer: Any) -> None:
-        """Answer the nodes that have registered. One that does not read delays no other."""
+        """Answer the nodes that have registered. One that does not read delays a long answer by REPLY_TIMEOUT_S."""
         line = json.dumps(answer).encode() + b"\n"
-        with ThreadPoolExecutor(self.nnodes) as pool:
-            for connection, client in self.clients.items():
-                if client.node:
-                    connection.settimeout(REPLY_TIMEOUT_S)
-                    pool.submit(connection.sendall, line)
+        for connection, client in self.clients.items():
+            if client.node:
+                connection.settimeout(REPLY_TIMEOUT_S)
+                with suppress(OSError):
+                    connection.sendall(line)
 
     def _serve(self) -> None:
         """Accept and receive what there is, or wait a moment for it. Bad input closes only its connection."""
@@ -253,16 +251,17 @@ class RendezvousServer:
             return
         node = NodeInfo.from_json(client.received)
         node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
-        if self.info.address == self.endpoint.host or not is_loopback(own):
-            self.info.address = own  # if there are several, one that leads to other machines
+        if not is_loopback(own):
+            self.info.address = own
         self.mismatch = self.mismatch or self._conflict(node)
         client.node = node  # also a wrong one receives the answer
 
     def _conflict(self, node: NodeInfo) -> str:
         """Why this node does not belong to this run; empty if it does."""
-        if other := next((known for known in self._nodes() if known.node_rank == node.node_rank), None):
-            ranks = f"from 0 to {self.nnodes - 1}"
-            return f"{other} and {node} have the same --node-rank: give each machine its own, {ranks}"
+        for other in self._nodes():
+            if other.node_rank == node.node_rank:
+                remedy = f"give each machine its own, from 0 to {self.nnodes - 1}"
+                return f"{other} and {node} have the same --node-rank: {remedy}"
         if self.info.facts and node.facts and node.shared.get("--nnodes") == self.nnodes:
             return ""  # --check compares the rest after all have joined
         return self.info.differences(node)

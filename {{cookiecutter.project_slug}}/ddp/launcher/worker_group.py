@@ -16,14 +16,14 @@ The agent sends its workers nothing but a signal: to save and exit.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.core.errors import ExitCode, QuitImmediately, print_line
@@ -37,7 +37,6 @@ START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchr
 # Options of torchrun, as variables: an old torchrun (2.8, 2.11) ignores those that it does not know. SIGHUP is not
 # there, for nohup. Slurm signals every process: torchrun would then kill workers that take more than 30 s to save.
 TORCHRUN_VARIABLES = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
-OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 # How long torchrun may outlive its workers: if one of them failed, and if all are done: it waits for the other nodes.
 FAILED_WORKERS_GRACE_S, DONE_WORKERS_GRACE_S = 5.0, 60.0
 POLL_INTERVAL_S = 0.1
@@ -126,8 +125,8 @@ class WorkerGroup(WorkerProcesses):
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
         workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         # Without settings of other launchers, which would apply to torchrun as well.
-        foreign = [name for name in os.environ if name.startswith("PET_") or name in OTHER_LAUNCHERS]
-        environ = {name: value for name, value in os.environ.items() if name not in foreign}
+        foreign = re.compile("PET_|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_ERROR_FILE)$")
+        environ = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc))  # not 1
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
@@ -143,8 +142,9 @@ class WorkerGroup(WorkerProcesses):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def running(self) -> list[int]:
-        workers = [pid for pid in self.pids() if is_alive(pid)]
-        idle = not workers and len(self.pids()) == self.nproc
+        pids = self.pids()
+        workers = [pid for pid in pids if is_alive(pid)]
+        idle = not workers and len(pids) == self.nproc
         self.idle_since = min(self.idle_since, time.monotonic()) if idle else math.inf
         grace = FAILED_WORKERS_GRACE_S if self._read("error.json") else DONE_WORKERS_GRACE_S
         if time.monotonic() - self.idle_since > grace:
@@ -191,7 +191,7 @@ class WorkerGroup(WorkerProcesses):
         for error in (json.loads(text)["message"] for text in self._read("error.json")):
             info = error["extraInfo"]
             reports.append((not info["cause"], int(info["timestamp"]), error["errorCode"], error["message"]))
-            steps += [] if info["saved"] is None else [info["saved"]]
+            steps.append(-1 if info["saved"] is None else info["saved"])
         *_, reported, why = min(reports, default=(0, ""))  # the root cause
         # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
         code, lost = self.torchrun.returncode, ExitCode.PEER_LOST
@@ -210,12 +210,9 @@ class WorkerGroup(WorkerProcesses):
             (True, RunResult(code, "a process failed", restartable=True, reported=False)),
         ]
         result = next(result for applies, result in table if applies)
-        return replace(result, saved_step=max(steps, default=-1))
+        result.saved_step = max(steps, default=-1)
+        return result
 
     def _read(self, name: str) -> list[str]:
         """The content of that file, of each worker that has it."""
-        found = []
-        for file in self.folder.glob(f"*/*/*/{name}"):
-            with suppress(OSError, ValueError):
-                found.append(file.read_text())
-        return found
+        return [file.read_text() for file in self.folder.glob(f"*/*/*/{name}")]
