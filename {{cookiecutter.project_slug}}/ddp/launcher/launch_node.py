@@ -26,7 +26,6 @@ from ddp.launcher.worker_group import RunResult, WorkerGroup
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
 FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 3, 60
 DEFAULT_RESTARTS = 3  # on several machines
-USAGE = "./launch_node.sh [OPTIONS] [-- MAIN_OPTIONS]"
 HELP = """\
 Train on all GPUs of this machine, or with one process if it has none.
 To train on several machines, run this on each, with the same options except for --node-rank.
@@ -91,7 +90,8 @@ def main(config_class: type[RunConfig]) -> NoReturn:
 def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[LaunchOptions, RunConfig, list[str]]:
     """The launcher's options, those of main.py after `--`, and the latter as words. Raises UsageError."""
     layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=120)
-    parser = OptionParser(formatter_class=layout, usage=USAGE, description=HELP, epilog=MORE_HELP)
+    parser = OptionParser(formatter_class=layout, description=HELP, epilog=MORE_HELP)
+    parser.usage = "./launch_node.sh [OPTIONS] [-- MAIN_OPTIONS]"
     parser.unknown_hint = "; put options of main.py after --"
     parser.sections["options"] = parser
     parser.add_options(LaunchOptions)
@@ -151,8 +151,8 @@ class NodeAgent(SignalHandler):
         options = self.options
         # The other nodes of a run that continues, or that this node was a part of, may notice late that it has ended.
         states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
-        late = self.config.timeout + NOTICE_GRACE_S if pause or "running" in states else 0
-        grace = max(options.start_grace, late)
+        late = pause > 0 or "running" in states
+        grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S if late else 0)
         self.when = "before the restart" if pause else "before training began: nothing to save"
         try:
             self.on_first()  # a signal that has arrived earlier

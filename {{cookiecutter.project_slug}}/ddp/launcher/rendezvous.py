@@ -7,7 +7,6 @@ node, within seconds.
 
 import errno
 import json
-import select
 import socket
 import sys
 import time
@@ -23,8 +22,7 @@ from ddp.launcher.node_info import NodeInfo, print_table
 GREETING = b"ddp rendezvous\n"
 MAX_INFO_BYTES = 2**20
 REPLY_TIMEOUT_S = 3.0  # for a connection, a greeting, a registration; and until waiting is announced
-RETRY_INTERVAL_S = 0.5
-WAKE_INTERVAL_S = 0.05
+RETRY_INTERVAL_S, POLL_INTERVAL_S = 0.5, 0.05
 LATE_NODES_GRACE_S = 5.0  # after a mismatch, wait for late nodes, so that they receive the answer as well
 FOREIGN_PROGRAM_GRACE_S = 10.0  # another program may hold the port for a while: the end of an earlier run, perhaps
 
@@ -95,14 +93,13 @@ def _register(info: NodeInfo, endpoint: Endpoint) -> None:
         try:
             return _request_start(info, endpoint)
         except (OSError, ValueError) as error:
-            waited, why = time.monotonic() - start, _reason(error)
-            if getattr(error, "errno", None) == errno.ENETUNREACH and not endpoint.restart:
-                raise SetupError(
-                    f"{me} has no route to {there} ({why}): check --master-addr and the network"
-                ) from error
-            if isinstance(error, ValueError) and waited > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
-                remedy = "end that program, or choose another --master-port for all nodes"
-                raise SetupError(f"{me} finds another program than {there}: {remedy}") from error
+            waited, why, foreign = time.monotonic() - start, _reason(error), isinstance(error, ValueError)
+            unreachable = getattr(error, "errno", None) == errno.ENETUNREACH
+        if unreachable and not endpoint.restart:
+            raise SetupError(f"{me} has no route to {there} ({why}): check --master-addr and the network")
+        if foreign and waited > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
+            remedy = "end that program, or choose another --master-port for all nodes"
+            raise SetupError(f"{me} finds another program than {there}: {remedy}")
         if waited > grace:
             hint = "check that launch_node.sh runs there with this --master-port, and that no firewall blocks the port"
             raise endpoint.timeout_error(f"{me} got no answer from {there} within {grace:g} s ({why}): {hint}")
@@ -218,11 +215,8 @@ class RendezvousServer:
                     connection.sendall(line)
 
     def _serve(self) -> None:
-        """Accept and receive what there is, or wait a moment for it. Bad input closes only its connection."""
-        poll = select.poll()
-        for connection in (self.listener, *self.clients):
-            poll.register(connection, select.POLLIN)
-        poll.poll(WAKE_INTERVAL_S * 1000)
+        """Wait a moment, then accept and receive what has arrived. Bad input closes only its connection."""
+        time.sleep(POLL_INTERVAL_S)
         with suppress(OSError):  # no other has connected; or too many have, for files
             while True:
                 connection, _ = self.listener.accept()
@@ -243,7 +237,7 @@ class RendezvousServer:
         """Receive what there is, and register the node. Raises OSError or ValueError if the connection is of no use."""
         if client.node is None and time.monotonic() > client.deadline:
             raise TimeoutError
-        data = connection.recv(MAX_INFO_BYTES)
+        data = connection.recv(2**16)
         client.received += data
         if not data or client.node or len(client.received) > MAX_INFO_BYTES:  # a node sends nothing more
             raise OSError("closed")

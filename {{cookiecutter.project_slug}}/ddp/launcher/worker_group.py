@@ -31,7 +31,6 @@ from ddp.core.files import PROJECT_DIR
 from ddp.core.host import available_cores
 from ddp.core.signals import SignalHandler, is_alive, send_signal
 
-MAIN = PROJECT_DIR / "main.py"
 # Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to run_torchrun.py.
 START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchrun import main; main()"
 # Options of torchrun, as variables: an old torchrun (2.8, 2.11) ignores those that it does not know. SIGHUP is not
@@ -123,7 +122,12 @@ class WorkerGroup(WorkerProcesses):
         self.nproc, self.kill_after_s = nproc, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
-        workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
+        workers = [
+            f"--nproc-per-node={nproc}",
+            "--max-restarts=0",
+            f"--log-dir={self.folder}",
+            f"{PROJECT_DIR}/main.py",
+        ]
         # Without settings of other launchers, which would apply to torchrun as well.
         foreign = re.compile("PET_|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_ERROR_FILE)$")
         environ = {name: value for name, value in os.environ.items() if not foreign.match(name)}
@@ -131,7 +135,7 @@ class WorkerGroup(WorkerProcesses):
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
         self.torchrun = subprocess.Popen(
-            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, MAIN, *words],
+            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, *words],
             env=environ | TORCHRUN_VARIABLES | variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
