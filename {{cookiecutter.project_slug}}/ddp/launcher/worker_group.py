@@ -122,12 +122,8 @@ class WorkerGroup(WorkerProcesses):
         self.nproc, self.kill_after_s = nproc, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
-        workers = [
-            f"--nproc-per-node={nproc}",
-            "--max-restarts=0",
-            f"--log-dir={self.folder}",
-            f"{PROJECT_DIR}/main.py",
-        ]
+        workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
+        main = str(PROJECT_DIR / "main.py")
         # Without settings of other launchers, which would apply to torchrun as well.
         foreign = re.compile("PET_|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_ERROR_FILE)$")
         environ = {name: value for name, value in os.environ.items() if not foreign.match(name)}
@@ -135,7 +131,7 @@ class WorkerGroup(WorkerProcesses):
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # without reverse DNS, each process would print a warning
         # A session of its own: Ctrl-C in the terminal reaches only the agent, which passes it on once.
         self.torchrun = subprocess.Popen(
-            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, *words],
+            [sys.executable, "-c", START, str(PROJECT_DIR), str(os.getpid()), *nodes, *workers, main, *words],
             env=environ | TORCHRUN_VARIABLES | variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
