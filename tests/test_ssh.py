@@ -281,7 +281,7 @@ def test_two_hosts_meet_and_end_with_0(net: Network, project: Path) -> None:
     stub(project, "print(os.environ['NCCL_DEBUG'])")
     program = start(net, project, lines=("gpu1 slots=1", "root@gpu2 slots=1"), NCCL_DEBUG="WARN")
     assert program.wait() == 0, program.output()
-    lines = [f"gpu{rank + 1} | rank {rank} of 2, turn 1, by eth0" for rank in (0, 1)]
+    lines = [f"gpu{rank + 1} | rank {rank} of 2, turn 1" for rank in (0, 1)]
     told = [line for line in program.output().splitlines() if ": waiting for node" not in line]
     connected = "gpu2 | node 1: all nodes are connected; 1 process here; node 0 prints the progress"
     assert sorted(told) == sorted([*lines, "gpu1 | WARN", "gpu2 | WARN", connected, "gpu2 | node 1: done"])
