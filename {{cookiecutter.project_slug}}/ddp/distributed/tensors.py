@@ -1,5 +1,6 @@
 """Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
@@ -48,7 +49,7 @@ class Mark:
     """A point in the work of a GPU's stream, or of the CPU, which reaches it at once."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
+        self.event, self.created_at = event, time.monotonic()
 
     def reached(self) -> bool:
         return self.event is None or self.event.query()
