@@ -234,9 +234,8 @@ class FailureMonitor:
         if reports is None:
             return None
         silent = [rank for rank in self.others if rank not in reports]
-        left = [rank for rank in silent if self.store.check([f"done/{rank}"])]
-        lost = rank_names([rank for rank in silent if rank not in left])
-        if stuck and not lost:
+        lost = rank_names([rank for rank in silent if not self.store.check([f"done/{rank}"])])
+        if stuck:
             dump_stacks(self.rank)
         if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
             return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
@@ -248,8 +247,8 @@ class FailureMonitor:
             return RankHangs(f"{waited}: {where}; see the stacks above")
         if not broken:
             return None
-        if left:
-            return PeerLost(f"{rank_names(left)} left early")
+        if silent:
+            return PeerLost(f"{rank_names(silent)} left early")
         late = rank_names([rank for rank, report in reports.items() if not report.waited_s])
         if late and self._timed_out(max(report.waited_s for report in reports.values())):
             return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")

@@ -146,8 +146,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         local_world_size = sum(info.machine == own.machine for info in infos)
         if "OMP_NUM_THREADS" not in os.environ:  # share the cores: by default every process would use all of them
             torch.set_num_threads(max(1, available_cores() // local_world_size))
-        if (interface := _choose_interface(infos, own)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _choose_interface(infos, own)):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         device, backend = _choose_device(config, infos, env.rank)
         if config.device == "auto" and device.type == "cpu" and env.rank == 0 and torch.accelerator.is_available():
             unused = torch.accelerator.current_accelerator()  # Apple's mps, or Intel's xpu

@@ -15,13 +15,12 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
     container: Any = type(tree)
     if isinstance(tree, kind):
         return function(tree)
-    if isinstance(tree, MutableMapping):
-        mapped = copy(tree)  # with its attributes, such as a state_dict's _metadata, and a defaultdict's function
+    if isinstance(tree, Mapping):
+        # With its attributes, such as a state_dict's _metadata, and a defaultdict's function.
+        mapped = copy(tree) if isinstance(tree, MutableMapping) else dict(tree)
         for key, part in tree.items():
             mapped[key] = map_tensors(part, function, kind)
         return mapped
-    if isinstance(tree, Mapping):
-        return container((key, map_tensors(part, function, kind)) for key, part in tree.items())
     if hasattr(tree, "_fields"):  # a named tuple
         return container(*(map_tensors(part, function, kind) for part in tree))
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
