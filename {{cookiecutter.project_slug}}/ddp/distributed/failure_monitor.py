@@ -36,7 +36,7 @@ from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack, stack_of_error
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names
+from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names, read_key
 from ddp.distributed.stop_sync import StopSync
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,9 @@ class FailureMonitor:
         """Add to a PeerLost from which step the run can be resumed."""
         if not isinstance(error, PeerLost) or isinstance(error, CollectiveMismatch) or error.on_every_rank:
             return
-        shared = self._call_store(lambda: int(self.store.get("saved")) if self.store.check(["saved"]) else None)
-        process_exit.saved_step = saved = process_exit.saved_step if shared is None else shared
+        if shared := self._call_store(lambda: read_key(self.store, "saved")):
+            process_exit.saved_step = int(shared)
+        saved = process_exit.saved_step
         resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
         if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
             resumable = "resumable from the newest checkpoint, if there is one"
@@ -100,9 +101,9 @@ class FailureMonitor:
 
     def other_failed(self) -> PeerFailed | None:
         """PeerFailed, if another rank has written why it failed."""
-        if not self.store.check([FAILURE_KEY]):
+        record = json.loads(read_key(self.store, FAILURE_KEY) or "null")
+        if record is None:
             return None
-        record = json.loads(self.store.get(FAILURE_KEY))
         self._set_done()
         if record["hang"] and self.state == State.RUNNING:  # otherwise the main thread has printed where it waited
             dump_stacks(self.rank)
@@ -263,7 +264,7 @@ class FailureMonitor:
             self.next_warning = now + WARNING_INTERVAL_S
             if rank_reports.own_report().waited_s >= self.warn_after:
                 self.store.set("waits", "yes")
-        if self.rank == 0 and self.store.check(["waits"]) and self.store.get("waits") and (reports := self._ask()):
+        if self.rank == 0 and read_key(self.store, "waits") and (reports := self._ask()):
             self.store.set("waits", "")
             if line := rank_reports.describe_wait(reports, self.warn_after):
                 log.warning("warning: %s", line)

@@ -232,7 +232,10 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
 
 
 def _choose_interface(infos: list[RankInfo], own: RankInfo) -> str | None:
-    """The interface on the route to the others. Gloo would use that of the host's name, which is often loopback."""
+    """The interface on the route to the others. Gloo would use that of the host's name, which is often loopback.
+
+    NCCL needs no help: it avoids loopback, prefers InfiniBand, and may use several interfaces.
+    """
     elsewhere = [info.address for info in infos if info.machine != own.machine]
     if not elsewhere:
         return "lo0" if sys.platform == "darwin" else "lo"

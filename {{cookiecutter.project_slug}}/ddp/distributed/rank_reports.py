@@ -12,14 +12,13 @@ import os
 import pickle
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp.core.stacks import Frame, call_site, main_stack
 
-Value = TypeVar("Value")
 # Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
 RECORDERS = (("_dump_fr_trace",), ("_dump_nccl_trace",), ("_dump_fr_trace", "nccl2"))
 QUESTION_INTERVAL_S = 5.0  # one rank at a time asks: a question is not replaced earlier
@@ -57,6 +56,11 @@ def own_report() -> Report:
     return Report(site or call_site(main_stack()), waited_s, collectives)
 
 
+def read_key(store: dist.Store, key: str) -> str:
+    """Empty if there is no such key: `get` would wait for it."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 class RankReports:
     """This rank's part in questions to all ranks. Only the thread of FailureMonitor asks and responds."""
 
@@ -68,7 +72,7 @@ class RankReports:
 
     def respond(self) -> None:
         """Respond to the last question, and once more if a collective has broken since."""
-        question = self.store.get("question").decode() if self.store.check(["question"]) else ""
+        question = read_key(self.store, "question")
         if question != self.question:
             self.question, self.asked_at = question, time.monotonic()
         if question and (question, self.error) != self.response:
@@ -92,8 +96,8 @@ class RankReports:
         """Of the ranks that have responded."""
         found = {}
         for rank in range(self.world_size):
-            if self.store.check([self._key(rank)]):
-                site, waited_s, collectives = json.loads(self.store.get(self._key(rank)))
+            if response := read_key(self.store, self._key(rank)):
+                site, waited_s, collectives = json.loads(response)
                 found[rank] = Report(site, waited_s, [Collective(*each) for each in collectives])
         return found
 
@@ -183,15 +187,13 @@ def _list_calls(calls: dict[int, Collective]) -> str:
 
 def where_ranks_are(reports: Reports) -> str:
     """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`."""
-    waiting, busy = [], []
-    groups = _group({rank: (report.waited_s > 0, report.site or "?") for rank, report in reports.items()})
-    for (waits, site), ranks in groups.items():
+    parts = []
+    groups = _group({rank: (report.waited_s == 0, report.site or "?") for rank, report in reports.items()})
+    for (busy, site), ranks in sorted(groups.items(), key=lambda group: group[0][0]):  # those that wait come first
         one, waited_s = len(ranks) == 1, max(reports[rank].waited_s for rank in ranks)
-        if waits:
-            waiting.append(f"{rank_names(ranks)} {'has' if one else 'have'} waited {waited_s:.0f} s at {site}")
-        else:
-            busy.append(f"{rank_names(ranks)} {'is' if one else 'are'} at {site}")
-    return "; ".join(waiting + busy)
+        waited = f"{'has' if one else 'have'} waited {waited_s:.0f} s"
+        parts.append(f"{rank_names(ranks)} {('is' if one else 'are') if busy else waited} at {site}")
+    return "; ".join(parts)
 
 
 def describe_wait(reports: Reports, after_s: float) -> str:
@@ -216,9 +218,9 @@ def rank_names(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, first))} and {rest}"
 
 
-def _group(values: dict[int, Value]) -> dict[Value, list[int]]:
+def _group(values: dict[int, Any]) -> dict[Any, list[int]]:
     """The ranks that have the same value."""
-    found: dict[Value, list[int]] = {}
+    found: dict[Any, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)
     return found
