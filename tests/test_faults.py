@@ -395,6 +395,7 @@ class SlowMark(Mark):
     """A point in the work of a GPU that takes its time."""
 
     def __init__(self, last: float, step_s: float) -> None:
+        super().__init__()
         self.at = max(last, time.monotonic()) + step_s
 
     def reached(self) -> bool:

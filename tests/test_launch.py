@@ -403,7 +403,7 @@ def test_the_same_rank_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "joined", "missing"), [((2,), 3, "rank 2"), ((1, 3), 2, "rank 1, 3")], ids=["one", "two"]
+    ("absent", "joined", "missing"), [((2,), 3, "rank 2"), ((1, 3), 2, "ranks 1 and 3")], ids=["one", "two"]
 )
 def test_rank_0_names_the_ranks_that_did_not_join(absent: tuple[int, ...], joined: int, missing: str) -> None:
     def some_join(rank_env: RankEnv) -> int:

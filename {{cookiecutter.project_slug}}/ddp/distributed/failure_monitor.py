@@ -2,8 +2,8 @@
 
 The first rank to fail writes the cause. A rank whose collective breaks reads it there, or asks which ranks are alive.
 Over NCCL no collective breaks: the main thread waits for a GPU, and only the monitor's thread can notice.
-Keys of the store: `failure` the cause; `left/R` rank R finished; `ack/R` rank R has read the cause; `waits` a rank that
-has waited long; `saved` the step of the last checkpoint on disk; and those of rank_reports.py.
+Keys of the store: `failure` the cause; `done/R` rank R finished, or has read the cause; `waits` a rank that has waited
+long; `saved` the step of the last checkpoint on disk; and those of rank_reports.py.
 """
 
 import json
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from ddp.core.errors import (
     PeerFailed,
     PeerLost,
     RankHangs,
+    UserError,
     exit_code_of,
     failure_record,
     one_line,
@@ -34,22 +36,26 @@ from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack, stack_of_error
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names
+from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names, read_key
 from ddp.distributed.stop_sync import StopSync
-from ddp.distributed.tensors import Mark
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
-FAST_POLL_INTERVAL_S = 0.05  # while it asks the others
-RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive
-MPIRUN_GRACE_S = 2.0  # mpirun kills the ranks this long after it has signalled them
+FAST_POLL_INTERVAL_S = 0.05  # while it waits for an answer of the others
+RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive; to agree on a stop, unless steps take longer
+HURRIED_TIMEOUT_S = 1.0  # of a rank after a signal: mpirun kills the ranks 2 s later
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
-STOP_TIMEOUT_S = 3.0  # after a request to stop, all ranks agree within this time, unless their steps take longer
-STORE_TIMEOUT_S = 10.0  # the same, for a rank that can ask no other because the store is gone
-EXPLAIN_TIMEOUT_S = 10.0  # to ask once more, if the rank that has asked was lost as well
+EXIT_TIMEOUT_S = 10.0  # to finish without the store; to explain an error, even if the rank that asks is lost as well
 WARNING_INTERVAL_S = 180.0
-SIZES_ADVICE = "; if it aborted, TORCH_DISTRIBUTED_DEBUG=DETAIL names tensors of different sizes"
+
+
+class State(Enum):
+    """What the main thread does. It passes through these in this order."""
+
+    RUNNING = "works, or waits in a collective"
+    BROKEN = "waits for the monitor's thread, which asks the other ranks why a collective broke"
+    LEAVING = "has finished, or knows why it fails: from now on, its silence is not a failure"
 
 
 class FailureMonitor:
@@ -60,54 +66,48 @@ class FailureMonitor:
         self.others = [other for other in range(env.world_size) if other != env.rank]
         self.reports = RankReports(store, env.rank, env.world_size)
         self.thread = threading.Thread(target=self._watch, name="failure monitor", daemon=True)
-        self.closed = threading.Event()  # this rank finished, or knows why it fails
-        self.broken = threading.Event()  # a collective of this rank broke: the main thread waits for `explained`
-        self.explained = threading.Event()  # `found` is final
-        self.found: PeerFailed | PeerLost | None = None  # why this rank must exit although it is fine
+        self.state, self.not_running = State.RUNNING, threading.Event()
+        self.found: PeerFailed | PeerLost | None = None  # by the thread: why this rank must exit although it is fine
         self.cause: BaseException | None = None  # of the exit, once it is resolved
         self.reason = ""  # gloo's or NCCL's message, once a collective broke
         self.reachable = True  # the store; False once its host is gone
-        self.stop_sync: StopSync | None = None  # once the ranks are connected
-        self.mark, self.marked_at = Mark(), 0.0  # the newest of stop_sync, and when the thread first saw it
-        self.count, self.counted_at = 0, time.monotonic()  # of collectives, and when it changed
-        self.next_warning = self.counted_at + warn_after
-
-    def start(self) -> None:
-        """Watch the other ranks from now on, even while the main thread waits in a collective."""
-        if self.others:
-            self.thread.start()
+        self.stop_sync = StopSync()  # until the ranks are connected: then that of their device
+        now = time.monotonic()
+        self.count, self.counted_at, self.next_warning = 0, now, now + warn_after  # collectives; when that changed
 
     def close(self) -> None:
-        """This rank finished: from now on, its silence is not a failure."""
-        self.closed.set()
-        if self.others:
-            self._call_store(lambda: self.store.set(f"left/{self.rank}", ""))
-        self._wait_for_keys("left", STORE_TIMEOUT_S)
+        """This rank finished."""
+        self._enter(State.LEAVING)
+        self._call_store(self._set_done)
+        self.wait_for_others(EXIT_TIMEOUT_S)
 
     def share_saved(self, step: int) -> None:
         """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
         self._call_store(lambda: self.store.set("saved", str(step)))
 
-    def saved_step(self) -> int | None:
-        """The step of the last checkpoint on disk, as far as this rank can know."""
-        shared = self._call_store(lambda: int(self.store.get("saved")) if self.store.check(["saved"]) else None)
-        return shared if shared is not None else process_exit.saved_step
-
     def add_saved_step(self, error: BaseException) -> None:
         """Add to a PeerLost from which step the run can be resumed."""
-        if isinstance(error, PeerLost) and not isinstance(error, CollectiveMismatch) and not error.on_every_rank:
-            process_exit.saved_step = saved = self.saved_step()
-            resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
-            if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
-                resumable = "resumable from the newest checkpoint, if there is one"
-            restarts = error.hang or RESTARTS_VARIABLE in os.environ
-            advice = "" if restarts else ": start all ranks again with the same command"
-            error.args = (f"{one_line(error)}; {resumable}{advice}",)
+        if not isinstance(error, PeerLost) or isinstance(error, CollectiveMismatch) or error.on_every_rank:
+            return
+        if shared := self._call_store(lambda: read_key(self.store, "saved")):
+            process_exit.saved_step = int(shared)
+        saved = process_exit.saved_step
+        resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
+        if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
+            resumable = "resumable from the newest checkpoint, if there is one"
+        restarts = error.hang or RESTARTS_VARIABLE in os.environ
+        advice = "" if restarts else ": start all ranks again with the same command"
+        error.args = (f"{one_line(error)}; {resumable}{advice}",)
 
-    def check(self) -> None:
-        """Raise PeerFailed if another rank has failed."""
-        if self.others and self._other_failed():
-            raise self._explanation()
+    def other_failed(self) -> PeerFailed | None:
+        """PeerFailed, if another rank has written why it failed."""
+        record = json.loads(read_key(self.store, FAILURE_KEY) or "null")
+        if record is None:
+            return None
+        self._set_done()
+        if record["hang"] and self.state == State.RUNNING:  # otherwise the main thread has printed where it waited
+            dump_stacks(self.rank)
+        return self._peer_failed(record)
 
     def resolve_root_cause(self, error: BaseException) -> BaseException:
         """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
@@ -117,21 +117,22 @@ class FailureMonitor:
         process_exit.resolving = True
         if _is_comm_error(error):
             error = self._explain_comm_error(error)
-        self.closed.set()
+        self._enter(State.LEAVING)
         self.cause = error if isinstance(error, PeerFailed) else self._share_failure(error)
-        if not self.env.hosts_store:
-            self._call_store(lambda: self.store.set(f"ack/{self.rank}", ""))
         return self.cause
 
-    def wait_for_acks(self) -> None:
-        """After a failure, if the store is in this process: wait until the others have read the cause."""
-        self._wait_for_keys("ack", RESPONSE_TIMEOUT_S)
-
-    def _wait_for_keys(self, name: str, seconds: float) -> None:
-        """If the store is in this process: keep it until the others have written their keys."""
-        end, keys = time.monotonic() + seconds, [f"{name}/{other}" for other in self.others]
+    def wait_for_others(self, seconds: float = RESPONSE_TIMEOUT_S) -> None:
+        """If the store is in this process: keep it until the others have finished, or have read the cause."""
+        end, keys = time.monotonic() + seconds, [f"done/{other}" for other in self.others]
         while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(FAST_POLL_INTERVAL_S)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self.not_running.set()
+
+    def _set_done(self) -> None:
+        self.store.set(f"done/{self.rank}", "")
 
     def _explain_comm_error(self, error: BaseException) -> PeerFailed | PeerLost:
         """PeerFailed or PeerLost, for an error of a collective or of the store. The thread asks the other ranks."""
@@ -142,9 +143,10 @@ class FailureMonitor:
         if self._timed_out(waited_s):
             dump_stacks(self.rank, stack)
         self.reports.error = Report(call_site(stack), max(0.001, waited_s), rank_reports.recorded_collectives())
-        self.broken.set()
+        self._enter(State.BROKEN)
         if self.thread.is_alive():  # otherwise it is the store that failed
-            self.reachable = self.explained.wait(EXPLAIN_TIMEOUT_S) and self.reachable
+            self.thread.join(EXIT_TIMEOUT_S)
+            self.reachable &= not self.thread.is_alive()
         return self._explanation()
 
     def _timed_out(self, waited_s: float) -> bool:
@@ -152,14 +154,15 @@ class FailureMonitor:
         return waited_s > self.timeout - 2 * POLL_INTERVAL_S
 
     def _explanation(self) -> PeerFailed | PeerLost:
-        """Why this rank must exit although it is fine."""
+        """What the thread has found; if it could not, the store is gone, and with it its host."""
         return self.found or self._lost("the store" if self.env.store_in == "file" else self.env.store_in)
 
     def _lost(self, who: str) -> PeerLost:
-        at = self.reports.error.site if self.reports.error else ""
-        details = (
-            f" ({self.reason}){at and f' while rank {self.rank} was at {at}'}{SIZES_ADVICE}" if self.reason else ""
-        )
+        details = ""
+        if self.reports.error is not None:
+            at = f" while rank {self.rank} was at {self.reports.error.site}" if self.reports.error.site else ""
+            advice = "; if it aborted, TORCH_DISTRIBUTED_DEBUG=DETAIL names tensors of different sizes"
+            details = f" ({self.reason}){at}{advice}"
         return PeerLost(f"{who} {'were' if who.startswith('ranks') else 'was'} lost{details}")
 
     def _share_failure(self, error: BaseException) -> BaseException:
@@ -169,6 +172,7 @@ class FailureMonitor:
         code = exit_code_of(error) or int(ExitCode.PEER_LOST)
         ours = failure_record(self.rank, code, text, getattr(error, "hang", False))
         first = json.loads(self._call_store(lambda: self.store.compare_set(FAILURE_KEY, "", ours)) or ours)
+        self._call_store(self._set_done)
         same = getattr(error, "on_every_rank", False) and first["code"] == code
         return error if same or first["rank"] == self.rank else self._peer_failed(first)
 
@@ -176,44 +180,32 @@ class FailureMonitor:
         return PeerFailed(f"rank {self.rank} is exiting because {record['message']}", record["code"])
 
     def _call_store(self, call: Callable[[], Result]) -> Result | None:
-        """What `call` returns from the store; None if the store is out of reach."""
-        start = time.monotonic()
-        result = call_with_timeout(RESPONSE_TIMEOUT_S, call) if self.reachable else None
-        self.reachable &= result is not None or time.monotonic() - start < RESPONSE_TIMEOUT_S  # do not wait again
-        return result
-
-    def _other_failed(self) -> bool:
-        """Whether another rank has written why it failed."""
-        if self.found is None and self.store.check([FAILURE_KEY]):
-            record = json.loads(self.store.get(FAILURE_KEY))
-            self.store.set(f"ack/{self.rank}", "")
-            if record["hang"] and not self.broken.is_set():  # otherwise the main thread has printed where it waited
-                dump_stacks(self.rank)
-            self.found = self._peer_failed(record)
-        return self.found is not None
+        """What `call` returns; None if the store is out of reach. It is not called again then: each call may block."""
+        returned = call_with_timeout(RESPONSE_TIMEOUT_S, lambda: [call()]) if self.reachable else None
+        self.reachable = returned is not None
+        return returned[0] if returned else None
 
     def _watch(self) -> None:
         """In the thread, as the methods below: watch the ranks. If one fails: exit, unless the main thread notices."""
         try:
-            while not self.closed.is_set() and not self._other_failed():
+            while self.found is None and self.state != State.LEAVING:
                 self.reports.respond()
-                self.found = self._find_cause() or self.found
                 self._warn_of_wait()
-                if self.broken.wait(POLL_INTERVAL_S):
+                self.found = self.other_failed() or self._find_cause()
+                if self.not_running.wait(POLL_INTERVAL_S):
                     time.sleep(FAST_POLL_INTERVAL_S)
-        except RuntimeError:  # the store is gone, and with it its host
+        except RuntimeError:  # of the store
             self.reachable = False
-        self.explained.set()
-        sync, grace_s = self.stop_sync, 0.0
-        if isinstance(self.found, PeerFailed) and not self._stop_is_overdue():
+        grace_s = 0.0
+        if self.found is None:
+            grace_s = max(EXIT_TIMEOUT_S, 3 * self.stop_sync.step_s)
+        elif isinstance(self.found, PeerFailed) and not self._stop_is_overdue():
             grace_s = FOLLOW_TIMEOUT_S
-        elif self.found is None:
-            grace_s = max(STORE_TIMEOUT_S, 3 * (sync.step_s if sync else 0))
-        while not self.broken.is_set() and not self.closed.wait(grace_s):
-            if self.found or sync is None or not sync.decided:  # after a decision to stop, ranks may be saving
+        while not self.not_running.wait(grace_s):
+            if self.found or not self.stop_sync.decided:  # after a decision to stop, ranks may be saving
                 cause = self._share_failure(self._explanation())
                 self.add_saved_step(cause)
-                self.wait_for_acks()
+                self.wait_for_others()
                 process_exit.hard_exit(cause)
 
     def _ask(self) -> Reports | None:
@@ -222,11 +214,11 @@ class FailureMonitor:
             return None
         start = time.monotonic()
         # After a collective broke, the reports of ranks that notice it later count, and the cause if one writes it.
-        while self.broken.is_set() or not self.reports.complete():
-            if self.closed.is_set() or self._other_failed():
+        while self.state == State.BROKEN or not self.reports.complete():
+            if self.state == State.LEAVING or self.store.check([FAILURE_KEY]):
                 return None
-            hurries = self.broken.is_set() and stop_signal.reason is not None
-            if time.monotonic() - start > RESPONSE_TIMEOUT_S - (MPIRUN_GRACE_S if hurries else 0):
+            hurries = self.state == State.BROKEN and stop_signal.reason is not None
+            if time.monotonic() - start > (HURRIED_TIMEOUT_S if hurries else RESPONSE_TIMEOUT_S):
                 break
             time.sleep(FAST_POLL_INTERVAL_S)
         return self.reports.received()
@@ -237,15 +229,14 @@ class FailureMonitor:
         Over NCCL, the main thread waits for a GPU without end, where gloo's connections would break. A launcher asks
         the survivors to stop; if they do not agree to, one of the ranks may be gone.
         """
-        broken = self.broken.is_set()
+        broken = self.state == State.BROKEN
         stuck = not broken and self._gpu_is_stuck()
         reports = self._ask() if broken or stuck or self._stop_is_overdue() else None
         if reports is None:
             return None
         silent = [rank for rank in self.others if rank not in reports]
-        left = [rank for rank in silent if self.store.check([f"left/{rank}"])]
-        lost = rank_names([rank for rank in silent if rank not in left])
-        if stuck and not lost:
+        lost = rank_names([rank for rank in silent if not self.store.check([f"done/{rank}"])])
+        if stuck:
             dump_stacks(self.rank)
         if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
             return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
@@ -257,8 +248,8 @@ class FailureMonitor:
             return RankHangs(f"{waited}: {where}; see the stacks above")
         if not broken:
             return None
-        if left:
-            return PeerLost(f"{rank_names(left)} left early")
+        if silent:
+            return PeerLost(f"{rank_names(silent)} left early")
         late = rank_names([rank for rank, report in reports.items() if not report.waited_s])
         if late and self._timed_out(max(report.waited_s for report in reports.values())):
             return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
@@ -272,30 +263,24 @@ class FailureMonitor:
         if now >= self.next_warning:
             self.next_warning = now + WARNING_INTERVAL_S
             if rank_reports.own_report().waited_s >= self.warn_after:
-                self.store.compare_set("waits", "", str(self.rank))
-        if self.rank == 0 and self.store.check(["waits"]) and self.store.get("waits") and (reports := self._ask()):
+                self.store.set("waits", "yes")
+        if self.rank == 0 and read_key(self.store, "waits") and (reports := self._ask()):
             self.store.set("waits", "")
             if line := rank_reports.describe_wait(reports, self.warn_after):
                 log.warning("warning: %s", line)
 
     def _stop_is_overdue(self) -> bool:
         """Whether the ranks should have agreed on a stop that was requested here."""
-        sync = self.stop_sync
-        if stop_signal.reason is None or sync is None or sync.decided:
+        if stop_signal.reason is None or self.stop_sync.decided:
             return False
-        return time.monotonic() - stop_signal.requested_at > max(STOP_TIMEOUT_S, 3 * sync.step_s)
+        return time.monotonic() - stop_signal.requested_at > max(RESPONSE_TIMEOUT_S, 3 * self.stop_sync.step_s)
 
     def _gpu_is_stuck(self) -> bool:
-        """Whether the GPU has worked on one step for --timeout."""
-        now, sync = time.monotonic(), self.stop_sync
-        if sync is not None and sync.mark is not self.mark:
-            self.mark, self.marked_at = sync.mark, now
-        if sync is None or sync.decided or now - self.marked_at < self.timeout:
+        """Whether the GPU has worked on one step for --timeout. It has not if only the program is slow: it may save."""
+        mark = self.stop_sync.mark
+        if self.stop_sync.decided or time.monotonic() - mark.created_at < self.timeout:
             return False
-        reached = call_with_timeout(RESPONSE_TIMEOUT_S, self.mark.reached)  # the driver may block, too
-        if reached:
-            self.marked_at = now  # the program is slow, perhaps because it saves; the GPU is not stuck
-        return not reached
+        return not call_with_timeout(RESPONSE_TIMEOUT_S, mark.reached)  # the driver may block, too
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
@@ -303,7 +288,7 @@ def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | No
     results: list[Result] = []
 
     def run() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, UserError):
             results.append(call())
 
     thread = threading.Thread(target=run, name="store call", daemon=True)

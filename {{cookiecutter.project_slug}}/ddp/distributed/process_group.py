@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, plural
+from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, exit_code_of, plural
 from ddp.core.host import available_cores, interface_of, is_loopback, own_address
 from ddp.core.process_exit import process_exit, translate_exception
 from ddp.core.rank_logs import start_rank_log
@@ -54,25 +53,23 @@ class DistContext:
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run `action` on rank 0; its result, or its exception, reaches every rank. Call on every rank."""
-        result: list[Any] = [None, None]
+        result: list[Any] = [None, None, 0]  # the value; an error, or a text about it, with its exit code
+        bug: Exception | None = None
         if self.rank == 0:
             try:
                 result[0] = action(*arguments)
-            except Exception as error:
+            except UserError as error:
+                error.on_every_rank = True
                 result[1] = error
-                try:
-                    pickle.loads(pickle.dumps(error))
-                except Exception:
-                    result[1] = RuntimeError(f"{type(error).__name__}: {error}")
+            except Exception as error:  # rank 0 prints its traceback
+                bug, result[1:] = error, [f"{type(error).__name__}: {error}", exit_code_of(error)]
         dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
-        value, failure = result
-        if failure is None:
-            return value
-        if isinstance(failure, UserError):
-            failure.on_every_rank = True
-        elif self.rank != 0 and not hasattr(failure, "exit_code"):  # rank 0 prints a traceback
-            raise PeerFailed(f"rank {self.rank} is exiting because rank 0 failed: {type(failure).__name__}: {failure}")
-        raise failure
+        value, failure, code = result
+        if bug is not None or isinstance(failure, UserError):
+            raise bug or failure
+        if failure is not None:
+            raise PeerFailed(f"rank {self.rank} is exiting because rank 0 failed: {failure}", code)
+        return value
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill `tensor`, contiguous and in host memory, with rank 0's values. Call on every rank."""
@@ -81,17 +78,11 @@ class DistContext:
 
     def broadcast_tree(self, tree: Any) -> Any:
         """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank."""
-        tensors: list[torch.Tensor] = []
-        map_tensors(tree if self.rank == 0 else None, tensors.append)
         skeleton = self.on_main(lambda: map_tensors(tree, lambda tensor: tensor.to("meta")))  # shapes without data
-        source = iter(tensors)  # empty on the other ranks
-
-        def receive(place: torch.Tensor) -> torch.Tensor:  # one by one: no rank needs memory for two copies
-            tensor = next(source, None)
-            tensor = torch.empty(place.shape, dtype=place.dtype) if tensor is None else tensor.contiguous()
-            return self.broadcast(tensor)
-
-        return map_tensors(skeleton, receive)
+        # One by one: no rank needs memory for two copies.
+        if self.rank == 0:
+            return map_tensors(tree, lambda tensor: self.broadcast(tensor.contiguous()))
+        return map_tensors(skeleton, lambda place: self.broadcast(torch.empty(place.shape, dtype=place.dtype)))
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Copy rank 0's buffers, such as BatchNorm's running statistics, to every rank. Call on every rank."""
@@ -147,23 +138,25 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
     on_failure: list[Callable[[BaseException], None]] = []
     try:
         infos = exchange_rank_info(store, env, monitor, config.device != "cpu")
-        monitor.start()
+        if env.world_size > 1:
+            monitor.thread.start()
         process_exit.record_output_dir(config.output_dir)
         start_rank_log(env.rank, env.world_size, config.output_dir)  # before NCCL prints how it connects
         own = infos[env.rank]
         local_world_size = sum(info.machine == own.machine for info in infos)
         if "OMP_NUM_THREADS" not in os.environ:  # share the cores: by default every process would use all of them
             torch.set_num_threads(max(1, available_cores() // local_world_size))
-        if (interface := _choose_interface(infos, own)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _choose_interface(infos, own)):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         device, backend = _choose_device(config, infos, env.rank)
-        if config.device == "auto" and device.type == "cpu" and env.rank == 0 and (unused := _other_accelerator()):
+        if config.device == "auto" and device.type == "cpu" and env.rank == 0 and torch.accelerator.is_available():
+            unused = torch.accelerator.current_accelerator()  # Apple's mps, or Intel's xpu
             why = "DDP needs gloo on CPUs or NCCL on CUDA devices: training on the CPU"
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams)
-        ranks = (env.rank, env.world_size, own.local_rank or 0, local_world_size)
+        ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure)
         monitor.close()
         _destroy_group()
@@ -172,7 +165,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         for callback in on_failure:
             callback(cause)
         _destroy_group()
-        monitor.wait_for_acks()
+        monitor.wait_for_others()
         if cause is error:
             raise
         raise cause from None
@@ -227,7 +220,7 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
         return torch.device("cpu"), "gloo" if config.backend == "auto" else config.backend
     for info in infos:
         local = [other for other in infos if other.machine == info.machine]
-        gpus = {each.gpus[(each.local_rank or 0) % len(each.gpus)] for each in local if each.gpus}
+        gpus = {each.gpus[each.local_rank % len(each.gpus)] for each in local if each.gpus}
         if not info.gpus or (config.backend != "gloo" and len(gpus) < len(local)):
             found = f"{plural(len(local), 'process', 'es')}, {plural(len(info.gpus), 'GPU')}"
             raise SetupError(
@@ -235,17 +228,14 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
                 "share GPUs with --backend gloo"
             )
     nccl = config.backend == "nccl" or (config.backend == "auto" and dist.is_nccl_available())
-    return torch.device("cuda", (infos[rank].local_rank or 0) % len(infos[rank].gpus)), "nccl" if nccl else "gloo"
-
-
-def _other_accelerator() -> str | None:
-    """A device that torch could use here, and this project does not: Apple's mps, or Intel's xpu."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None or found.type == "cuda" else found.type
+    return torch.device("cuda", infos[rank].local_rank % len(infos[rank].gpus)), "nccl" if nccl else "gloo"
 
 
 def _choose_interface(infos: list[RankInfo], own: RankInfo) -> str | None:
-    """The interface on the route to the others. Gloo would use that of the host's name, which is often loopback."""
+    """The interface on the route to the others. Gloo would use that of the host's name, which is often loopback.
+
+    NCCL needs no help: it avoids loopback, prefers InfiniBand, and may use several interfaces.
+    """
     elsewhere = [info.address for info in infos if info.machine != own.machine]
     if not elsewhere:
         return "lo0" if sys.platform == "darwin" else "lo"

@@ -45,7 +45,7 @@ class RankEnv:
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             ranks = f"rank {self.rank} of {self.world_size} processes"
-            raise SetupError(f"{self.launcher.value} sets {ranks}: ranks must be below the number of processes")
+            raise SetupError(f"{self.launcher.value} sets {ranks}: ranks are 0 to {self.world_size - 1}")
 
     @property
     def store_in(self) -> str:
@@ -87,9 +87,7 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
     launcher = _find_launcher(environ)
     if launcher == Launcher.NONE:
         if config.local_rank is not None:
-            raise UsageError(
-                "--local-rank is given, but no launcher has set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-            )
+            raise UsageError("--local-rank is given, but no launcher has set RANK: remove it")
         return RankEnv()
     names = VARIABLES[launcher]
     if missing := [name for name in names if not environ.get(name) and name != "LOCAL_RANK"]:
@@ -98,13 +96,11 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
             f"the environment of {launcher.value} is incomplete: {found} set, {', '.join(missing)} missing; "
             f"start with {launcher.value}, or unset these variables"
         )
-    if launcher == Launcher.SRUN and "SLURM_STEP_NUM_TASKS" in environ:  # a step may be smaller than its job
-        names = (names[0], "SLURM_STEP_NUM_TASKS", *names[2:])
-    rank, world_size = _integer(environ, names[0]), _integer(environ, names[1])
+    in_step = launcher == Launcher.SRUN and "SLURM_STEP_NUM_TASKS" in environ  # a step may be smaller than its job
+    rank, world_size = (_integer(environ, name) for name in (names[0], "SLURM_STEP_NUM_TASKS" if in_step else names[1]))
     local_rank = _integer(environ, names[2]) if names[2] in environ else config.local_rank
     if config.local_rank not in (None, local_rank):
-        theirs = f"the local rank {local_rank} of {launcher.value}"
-        raise UsageError(f"--local-rank {config.local_rank} contradicts {theirs}: remove it")
+        raise UsageError(f"--local-rank contradicts the local rank {local_rank} of {launcher.value}: remove it")
     return RankEnv(rank, world_size, local_rank, _init_method(launcher, environ, world_size), launcher)
 
 
@@ -134,21 +130,17 @@ def _init_method(launcher: Launcher, environ: Mapping[str, str], world_size: int
         host = host or (first_host(nodes) if re.search(r"[,\[]", nodes) else "127.0.0.1")
         job = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     else:
-        if _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == world_size:
-            host = "127.0.0.1"
-        if host is None:
-            raise SetupError("mpirun on several machines: pass rank 0's address with -x MASTER_ADDR=...")
+        host = "127.0.0.1" if _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == world_size else host
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", str(os.getppid())))
+    if host is None:
+        raise SetupError("mpirun on several machines: pass rank 0's address with -x MASTER_ADDR=...")
     # The port follows from the job's id, so that all ranks agree.
     return f"tcp://{host}:{environ.get('MASTER_PORT', 20000 + zlib.crc32(job.encode()) % 10000)}"
 
 
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[03-07,9],login` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
-    if match is None:
-        raise SetupError(f"Slurm's node list {nodelist!r} has no first host: set MASTER_ADDR")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -12,15 +12,13 @@ import os
 import pickle
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp.core.stacks import Frame, call_site, main_stack
 
-Value = TypeVar("Value")
-RECORDED = 64  # collectives that are kept
 # Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
 RECORDERS = (("_dump_fr_trace",), ("_dump_nccl_trace",), ("_dump_fr_trace", "nccl2"))
 QUESTION_INTERVAL_S = 5.0  # one rank at a time asks: a question is not replaced earlier
@@ -48,16 +46,19 @@ class Report(NamedTuple):
     collectives: list[Collective]  # oldest first
 
 
-Reports = dict[int, Report]  # by rank
+Reports = dict[int, Report]  # by rank, in this order
 
 
 def own_report() -> Report:
     """Of this process, now: the line of the first collective that has not completed, or that of the main thread."""
     collectives = recorded_collectives()
-    waiting = [each for each in collectives if each.waited_s]
-    if waiting and waiting[0].site:
-        return Report(waiting[0].site, waiting[0].waited_s, collectives)
-    return Report(call_site(main_stack()), waiting[0].waited_s if waiting else 0.0, collectives)
+    site, waited_s = next(((each.site, each.waited_s) for each in collectives if each.waited_s), ("", 0.0))
+    return Report(site or call_site(main_stack()), waited_s, collectives)
+
+
+def read_key(store: dist.Store, key: str) -> str:
+    """Empty if there is no such key: `get` would wait for it."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class RankReports:
@@ -71,7 +72,7 @@ class RankReports:
 
     def respond(self) -> None:
         """Respond to the last question, and once more if a collective has broken since."""
-        question = self.store.get("question").decode() if self.store.check(["question"]) else ""
+        question = read_key(self.store, "question")
         if question != self.question:
             self.question, self.asked_at = question, time.monotonic()
         if question and (question, self.error) != self.response:
@@ -95,8 +96,8 @@ class RankReports:
         """Of the ranks that have responded."""
         found = {}
         for rank in range(self.world_size):
-            if self.store.check([self._key(rank)]):
-                site, waited_s, collectives = json.loads(self.store.get(self._key(rank)))
+            if response := read_key(self.store, self._key(rank)):
+                site, waited_s, collectives = json.loads(response)
                 found[rank] = Report(site, waited_s, [Collective(*each) for each in collectives])
         return found
 
@@ -105,9 +106,9 @@ class RankReports:
 
 
 def record_collectives() -> None:
-    """Call before the process group is created. The environment may set another number, or 0."""
+    """Keep the last 64. Call before the process group is created. The environment may set another number, or 0."""
     name = "TORCH_FR_BUFFER_SIZE" if _recorder("_dump_fr_trace") else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    os.environ.setdefault(name, str(RECORDED))
+    os.environ.setdefault(name, "64")
 
 
 def recorded_collectives() -> list[Collective]:
@@ -156,35 +157,31 @@ def collective_count(*devices: torch.device) -> int:
     return 0
 
 
-def first_difference(reports: Reports, *, compare_sites: bool = False) -> dict[int, Collective]:
-    """What each rank called where they first called different collectives; empty if they are alike.
+def differences(reports: Reports, *, in_number: bool = False) -> str:
+    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`; empty if they are alike.
 
-    compare_sites: the same collective at different lines differs as well.
+    Begins with alike calls from different lines. They are a mistake only if a later call differs, or the number of
+    calls: `in_number`.
     """
     calls: dict[str, dict[int, Collective]] = {}
     for rank, report in reports.items():
         for each in report.collectives:
             calls.setdefault(each.key, {})[rank] = each
-    fields = 4 if compare_sites else 3
-    return next((ranks for ranks in calls.values() if len({each[1:fields] for each in ranks.values()}) > 1), {})
-
-
-def differences(reports: Reports, *, in_number: bool = False) -> str:
-    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`; empty if they are alike.
-
-    Alike calls from different lines are a mistake only if a later call differs, or the number of calls: `in_number`.
-    """
-    different = first_difference(reports)
-    found = [first_difference(reports, compare_sites=True), different] if different or in_number else []
-    return "; then ".join(dict.fromkeys(_list_calls(calls) for calls in found if calls))
+    parted = ""
+    for ranks in calls.values():
+        if len({(each.operation, each.tensors) for each in ranks.values()}) > 1:
+            return (parted and f"{parted}; then ") + _list_calls(ranks)
+        if not parted and len({each.site for each in ranks.values()}) > 1:
+            parted = _list_calls(ranks)
+    return parted if in_number else ""
 
 
 def _list_calls(calls: dict[int, Collective]) -> str:
     alike = len({each.operation for each in calls.values()}) == 1
     texts = {}
-    for rank, each in calls.items():
-        tensors = f" of {each.tensors}" if alike and each.tensors else ""
-        texts[rank] = f"{each.operation}{tensors} at {each.site.replace(f' ({each.operation})', '') or '?'}"
+    for rank, (_, operation, tensors, site, _) in calls.items():
+        what = f"{operation} of {tensors}" if alike and tensors else operation
+        texts[rank] = f"{what} at {site.replace(f' ({operation})', '') or '?'}"
     return ", but ".join(f"{rank_names(ranks)} called {text}" for text, ranks in _group(texts).items())
 
 
@@ -192,7 +189,7 @@ def where_ranks_are(reports: Reports) -> str:
     """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`."""
     parts = []
     groups = _group({rank: (report.waited_s == 0, report.site or "?") for rank, report in reports.items()})
-    for (busy, site), ranks in sorted(groups.items(), key=lambda group: (group[0][0], group[1])):
+    for (busy, site), ranks in sorted(groups.items(), key=lambda group: group[0][0]):  # those that wait come first
         one, waited_s = len(ranks) == 1, max(reports[rank].waited_s for rank in ranks)
         waited = f"{'has' if one else 'have'} waited {waited_s:.0f} s"
         parts.append(f"{rank_names(ranks)} {('is' if one else 'are') if busy else waited} at {site}")
@@ -221,9 +218,9 @@ def rank_names(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, first))} and {rest}"
 
 
-def _group(values: dict[int, Value]) -> dict[Value, list[int]]:
+def _group(values: dict[int, Any]) -> dict[Any, list[int]]:
     """The ranks that have the same value."""
-    found: dict[Value, list[int]] = {}
-    for rank, value in sorted(values.items(), key=lambda item: item[0]):
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
         found.setdefault(value, []).append(rank)
     return found

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp.core.errors import CollectiveMismatch
 from ddp.core.signals import stop_signal
-from ddp.distributed.rank_reports import MISMATCH_ADVICE, Report, collective_count, differences, own_report
+from ddp.distributed.rank_reports import MISMATCH_ADVICE, collective_count, differences, own_report
 from ddp.distributed.tensors import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
@@ -63,17 +63,13 @@ class StopSync:
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
         reason, failed, self.step_s, most, fewest = everyone.tolist()
         if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
-            raise CollectiveMismatch(self._find_mismatch())
+            reports = [own_report()] * dist.get_world_size()
+            dist.all_gather_object(reports, reports[0])
+            found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
+            raise CollectiveMismatch(f"{found}: {MISMATCH_ADVICE}")
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
         longest = min(MAX_STEPS_BETWEEN_SYNCS, 2 * self.interval)
         self.steps_left = self.interval = int(min(longest, max(1.0, SYNC_INTERVAL_S / self.step_s)))
         self.since = time.perf_counter()
         self.decided = bool(reason or failed)
         return StopDecision(int(reason) or None, bool(failed)) if self.decided else None
-
-    def _find_mismatch(self) -> str:
-        """What the ranks did differently, as far as it was recorded. Call on every rank."""
-        reports = [Report("", 0.0, [])] * dist.get_world_size()
-        dist.all_gather_object(reports, own_report())
-        found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
-        return f"{found}: {MISMATCH_ADVICE}"

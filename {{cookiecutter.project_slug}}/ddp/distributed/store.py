@@ -6,18 +6,21 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import PeerLost, SetupError, UserError
+from ddp.core.errors import PeerLost, SetupError
 from ddp.core.host import is_own_address, listen, own_address, port_owner
 from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.rank_reports import rank_names
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
@@ -29,81 +32,80 @@ def create_store(env: RankEnv, timeout: float) -> dist.Store:
     """The store of this run; `timeout` in seconds. Raises SetupError if it cannot be reached."""
     if env.init_method is None:
         return dist.HashStore()
+    limit = timedelta(seconds=timeout)
     try:
         if env.store_in != "file":
-            _wait_for_endpoint(env, timeout)
-        return _connect_store(env, timeout)
+            found = socket.getaddrinfo(*env.endpoint, type=socket.SOCK_STREAM)
+            _check_endpoint(env, found) if env.hosts_store else _wait_for_rank_0(env, timeout)
+        store = next(dist.rendezvous(env.init_method, env.rank, env.world_size, timeout=limit))[0]
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if isinstance(error, socket.gaierror):
+            reason = f"this machine cannot resolve the name {env.endpoint[0]} ({error.strerror})"
         raise SetupError(f"rank {env.rank} cannot connect to the others at {env.endpoint_text}: {reason}") from error
-
-
-def _connect_store(env: RankEnv, timeout: float) -> dist.Store:
-    limit = timedelta(seconds=timeout)
-    store = next(dist.rendezvous(str(env.init_method), env.rank, env.world_size, timeout=limit))[0]
     store.set_timeout(limit)
     return store
 
 
-def _wait_for_endpoint(env: RankEnv, timeout: float) -> None:
-    """Wait until rank 0 listens; on rank 0, check that it can. TCPStore itself would print pages while it waits."""
-    (host, port), where = env.endpoint, env.endpoint_text
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    except OSError as error:
-        raise SetupError(f"{where}: this machine cannot resolve the name {host} ({error.strerror})") from error
-    start, announced = time.monotonic(), False
-    while not env.hosts_store:
-        try:
-            return socket.create_connection(env.endpoint, timeout=min(timeout, CONNECT_TIMEOUT_S)).close()
-        except OSError as error:
-            waited = time.monotonic() - start
-            if env.store_in == "torchrun" and isinstance(error, ConnectionRefusedError):
-                raise PeerLost(f"torchrun is no longer running at {where}") from error
-            if error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL) or waited > timeout:
-                why = f"{error.strerror or error}; start rank 0, or correct the address"
-                raise SetupError(f"cannot reach rank 0 at {where}: {why}") from error
-        if waited > NOTICE_AFTER_S and not announced:
-            announced = True
-            log.warning("waiting for rank 0 at %s (up to %g s)", where, timeout)
-        time.sleep(0.1)
-    if not any(is_own_address(address) for address in found):
-        raise SetupError(f"{where} is not an address of this machine, where rank 0 runs: use one that is")
+def _check_endpoint(env: RankEnv, found: list[Any]) -> None:
+    """On rank 0: raise OSError if it cannot listen there."""
+    if not any(is_own_address(str(entry[4][0])) for entry in found):
+        raise OSError("this is not an address of this machine, where rank 0 runs: use one that is")
+    port = env.endpoint[1]
     try:
         listen(port).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = f"is taken by {port_owner(port)}" if taken else f"cannot be used ({error.strerror})"
-        raise SetupError(f"{where}: the port {reason}; end that process, or choose another port") from error
+        raise OSError(f"the port {reason}; end that process, or choose another port") from error
+
+
+def _wait_for_rank_0(env: RankEnv, timeout: float) -> None:
+    """Wait until rank 0 listens, or raise OSError. TCPStore itself would print pages while it waits."""
+    where, reason = env.endpoint_text, OSError()
+    for _ in _attempts(timeout, lambda: log.warning("waiting for rank 0 at %s (up to %g s)", where, timeout)):
+        try:
+            return socket.create_connection(env.endpoint, timeout=min(timeout, CONNECT_TIMEOUT_S)).close()
+        except OSError as error:
+            reason = error
+        if env.store_in == "torchrun" and isinstance(reason, ConnectionRefusedError):
+            raise PeerLost(f"torchrun is no longer running at {where}")
+        if reason.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+            break
+    raise OSError(f"{reason.strerror or reason}; start rank 0, or correct the address")
+
+
+def _attempts(timeout: float, announce: Callable[[], None]) -> Iterator[None]:
+    """Yields again and again for `timeout` seconds. Calls `announce` once, when that takes long."""
+    start, announced, waited = time.monotonic(), False, 0.0
+    while waited <= timeout:
+        yield
+        time.sleep(0.01 if waited < 1 else 0.1)
+        waited = time.monotonic() - start
+        if waited > NOTICE_AFTER_S and not announced:
+            announced = True
+            announce()
 
 
 def report_early_failure(error: BaseException, env: RankEnv) -> BaseException:
     """Tell the ranks that wait for this one that it failed before it joined them. Returns the root cause."""
     if env.init_method is None or env.hosts_store:
         return error
-
-    def connect() -> dist.Store | None:
-        with suppress(UserError):  # rank 0 may have failed as well, before it listens
-            return create_store(env, EARLY_TIMEOUT_S)
-        return None
-
-    store = call_with_timeout(2 * EARLY_TIMEOUT_S, connect)
+    store = call_with_timeout(2 * EARLY_TIMEOUT_S, lambda: create_store(env, EARLY_TIMEOUT_S))
+    # Rank 0 may have failed as well, before it listens.
     return error if store is None else FailureMonitor(store, env, EARLY_TIMEOUT_S).resolve_root_cause(error)
 
 
 @dataclass
 class RankInfo:
-    """What a rank tells the others.
-
-    `machine` is unique per machine. `gpus` identifies each GPU that the rank sees, by index, among those of its
-    machine. `address` is the rank's own on the route to rank 0.
-    """
+    """What a rank tells the others."""
 
     host: str
-    machine: str
-    local_rank: int | None
-    gpus: list[str]
-    address: str | None
+    machine: str  # unique per machine
+    local_rank: int  # -1 until it is known
+    gpus: list[str]  # what identifies each GPU that the rank sees, by index, among those of its machine
+    address: str | None  # the rank's own on the route to rank 0
+    process: str = field(default_factory=lambda: os.urandom(8).hex())  # unique per process
 
 
 def identify_gpus() -> list[str]:
@@ -134,28 +136,29 @@ def exchange_rank_info(
     Raises SetupError if some do not join in time, or if two processes have the same rank.
     """
     host = machine = socket.gethostname()
-    if store.add(f"arrived/{env.rank}", 1) > 1:
-        first = store.get(f"host/{env.rank}").decode() if store.check([f"host/{env.rank}"]) else "another"
+    with suppress(OSError):  # only on Linux; containers and network namespaces count as machines of their own
+        machine += f" {os.readlink('/proc/self/ns/net')} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    address = None if env.store_in in ("memory", "file") else own_address(*env.endpoint)
+    local_rank = -1 if env.local_rank is None else env.local_rank
+    own = json.dumps(asdict(RankInfo(host, machine, local_rank, identify_gpus() if use_gpus else [], address)))
+    first = store.compare_set(f"rank_info/{env.rank}", "", own).decode()
+    if first != own:
+        theirs = json.loads(first)["host"]
         error = SetupError(
-            f"rank {env.rank} has already joined at {env.endpoint_text} from host {first}, and this is host {host}: "
-            "use each rank once, and a different port or file for each run (delete a file that an earlier run has left)"
+            f"rank {env.rank} has already joined at {env.endpoint_text} from host {theirs}, and this "
+            f"is host {host}: use each rank once, and a different port or file for each run (delete a file that an "
+            "earlier run has left)"
         )
         if store.check(["rank_infos"]):  # do not disturb a run that trains; one that is still starting fails
             monitor.cause = error
         raise error
-    store.set(f"host/{env.rank}", host)
-    with suppress(OSError):  # only on Linux; containers and network namespaces count as machines of their own
-        machine += f" {os.readlink('/proc/self/ns/net')} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
-    address = None if env.store_in in ("memory", "file") else own_address(*env.endpoint)
-    info = RankInfo(host, machine, env.local_rank, identify_gpus() if use_gpus else [], address)
-    store.set(f"rank_info/{env.rank}", json.dumps(asdict(info)))
     if env.rank == 0:
         keys = [f"rank_info/{rank}" for rank in range(env.world_size)]
         _wait_for_keys(store, keys, env, monitor)
         store.set("rank_infos", json.dumps([json.loads(store.get(key)) for key in keys]))
     _wait_for_keys(store, ["rank_infos"], env, monitor)
     everyone = [RankInfo(**info) for info in json.loads(store.get("rank_infos"))]
-    if any(info.local_rank is None for info in everyone):  # no launcher sets local ranks: number those of each machine
+    if any(info.local_rank < 0 for info in everyone):  # no launcher sets local ranks: number those of each machine
         for rank, info in enumerate(everyone):
             info.local_rank = sum(other.machine == info.machine for other in everyone[:rank])
     return everyone
@@ -163,18 +166,18 @@ def exchange_rank_info(
 
 def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: FailureMonitor) -> None:
     """Wait until `keys` are in the store. Rank 0 waits for all ranks, and prints which of them are missing."""
-    start, announced = time.monotonic(), env.rank != 0
-    while not store.check(keys):
-        monitor.check()
-        waited = time.monotonic() - start
-        if waited > monitor.timeout or (waited > NOTICE_AFTER_S and not announced):
-            announced = True
-            missing = [str(rank) for rank in range(env.world_size) if not store.check([f"rank_info/{rank}"])]
-            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            if waited > monitor.timeout:
-                raise SetupError(
-                    f"only {env.world_size - len(missing)} of {env.world_size} processes joined at {env.endpoint_text} "
-                    f"within {monitor.timeout:g} s (--timeout); missing: rank {names}; start all of them"
-                )
-            log.info("waiting for rank %s of %s processes", names, env.world_size)
-        time.sleep(0.01 if waited < 1 else 0.1)
+
+    def missing() -> list[int]:
+        return [rank for rank in range(env.world_size) if not store.check([f"rank_info/{rank}"])]
+
+    notice = "waiting for %s of %s processes"
+    for _ in _attempts(monitor.timeout, lambda: log.info(notice, rank_names(missing()), env.world_size)):
+        if store.check(keys):
+            return
+        if failed := monitor.other_failed():
+            raise failed
+    absent = missing()
+    raise SetupError(
+        f"only {env.world_size - len(absent)} of {env.world_size} processes joined at {env.endpoint_text} within "
+        f"{monitor.timeout:g} s (--timeout); missing: {rank_names(absent)}; start all of them"
+    )

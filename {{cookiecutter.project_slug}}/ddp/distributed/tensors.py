@@ -1,5 +1,6 @@
 """Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
@@ -14,13 +15,12 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
     container: Any = type(tree)
     if isinstance(tree, kind):
         return function(tree)
-    if isinstance(tree, MutableMapping):
-        mapped = copy(tree)  # with its attributes, such as a state_dict's _metadata, and a defaultdict's function
+    if isinstance(tree, Mapping):
+        # With its attributes, such as a state_dict's _metadata, and a defaultdict's function.
+        mapped = copy(tree) if isinstance(tree, MutableMapping) else dict(tree)
         for key, part in tree.items():
             mapped[key] = map_tensors(part, function, kind)
         return mapped
-    if isinstance(tree, Mapping):
-        return container((key, map_tensors(part, function, kind)) for key, part in tree.items())
     if hasattr(tree, "_fields"):  # a named tuple
         return container(*(map_tensors(part, function, kind) for part in tree))
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
@@ -48,7 +48,7 @@ class Mark:
     """A point in the work of a GPU's stream, or of the CPU, which reaches it at once."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
+        self.event, self.created_at = event, time.monotonic()
 
     def reached(self) -> bool:
         return self.event is None or self.event.query()
