@@ -1,4 +1,4 @@
-"""Save and resume a run: the parts passed to `resume`, the TrainState, and the random generators of all ranks."""
+"""Save and resume a run: the parts passed to `resume`, and the TrainState."""
 
 import logging
 import os
@@ -22,7 +22,6 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import random_state, set_random_state
 from ddp.distributed.tensors import Mark
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class CheckpointManager:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
-        # 2. Collect the state of this run, and the random generators of every rank. state_dict() has no collective.
+        # 2. Collect the state of this run. state_dict() has no collective.
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
@@ -89,7 +88,6 @@ class CheckpointManager:
             **self.facts,
             **{name: part.state_dict() for name, part in self.state.items()},
             **asdict(self.train_state),
-            "random": self.ctx.gather(random_state(self.ctx.device)),
         }
         self.last_step = self.train_state.step
         best = self.train_state.best_step == self.train_state.step
@@ -213,8 +211,6 @@ class CheckpointManager:
         self._load_parts(content, for_training=not self.config.evaluate)
         if self.config.evaluate:
             return
-        if content["world_size"] == self.ctx.world_size:
-            set_random_state(content["random"][self.ctx.rank], self.ctx.device)
         self.facts["started_from"] = content["started_from"]
         digests = self.ctx.gather(digest([part.state_dict() for part in self.state.values()]))
         for rank, other in enumerate(digests):

@@ -12,16 +12,16 @@ from ddp.core.errors import UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset, check_batch, check_outputs, data_name, hooks_of
-from ddp.data.reader import SeededReader, keep_random_state, start_workers
+from ddp.data.reader import SeededReader, start_workers
 from ddp.data.sampler import ResumableSampler
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import derive_seed, seed_everything
+from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
 from ddp.distributed.stop_sync import StopRequested
 from ddp.distributed.tensors import leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
 MAX_WORKERS = 8  # per process, unless --workers asks for more
-EVALUATION = -1  # takes the place of the epoch
+EVALUATION = -2  # takes the place of the epoch, and of the rank in seeds
 
 
 class _Loader:
@@ -102,7 +102,7 @@ class TrainLoader(_Loader):
             for batch in (chunk,) if self.chunk_size == size else _split(chunk, size, rows):  # split
                 if mixes:
                     with keep_random_state():
-                        seed_everything(derive_seed(self.config.seed, epoch, self.ctx.rank, samples_consumed) % 2**32)
+                        seed_step(derive_seed(self.config.seed, epoch), samples_consumed, self.ctx.rank)
                         batch = self.hooks.mix(*batch)  # mix
                 if self.classes is None:
                     self.classes = check_batch(batch, self.dataset)
@@ -142,15 +142,15 @@ class EvalLoader(_Loader):
         size, everything = self.chunk_size, range(self.length)
         starts = everything[self.ctx.rank * size :: self.ctx.world_size * size]
         ours = [list(everything[start : start + size]) for start in starts]
-        for number, batch in enumerate(self._chunks(ours, EVALUATION)):
-            if number == 0:
-                check_batch(batch, self.dataset)
-            with keep_random_state():  # a model or a loss may draw random numbers: the same for any number of processes
-                position = number * self.ctx.world_size + self.ctx.rank
-                seed_everything(derive_seed(self.config.seed, EVALUATION, position) % 2**32)
+        with keep_random_state():
+            for number, batch in enumerate(self._chunks(ours, EVALUATION)):
+                if number == 0:
+                    check_batch(batch, self.dataset)
+                # A model or a loss may draw random numbers: the same for any number of processes.
+                seed_step(self.config.seed, number * self.ctx.world_size + self.ctx.rank, EVALUATION)
                 yield batch
-            if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
-                raise StopRequested(decision)
+                if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
+                    raise StopRequested(decision)
 
 
 def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:

@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from ddp.core.errors import PeerLost, UsageError, one_line
 from ddp.core.signals import STOP_SIGNALS, die_with_parent
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
-from ddp.distributed.seeds import derive_seed
+from ddp.distributed.seeds import derive_seed, keep_random_state
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0  # for a worker to start; six times as long at each further attempt
@@ -122,18 +121,6 @@ def same(one: Any, other: Any) -> bool:
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception:
         return True
-
-
-@contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch when the block ends."""
-    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
 
 
 def _seed(seed: int) -> None:
