@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from faults import fault
 from processes import train
 

@@ -19,8 +19,8 @@ import torch
 from outputs import lines
 
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.process_exit import process_exit
 from ddp.training.output_dir import OutputDir
 from faults import fault

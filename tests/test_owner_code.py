@@ -23,7 +23,7 @@ import data
 import main
 import model
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import UnsavedState, digest
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, Datasets, check_datasets

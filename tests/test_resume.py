@@ -22,9 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import images
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.manager import run_differences
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import UsageError
 from ddp.core.files import hash_source_files
 from ddp.data.dataset import Datasets

@@ -29,8 +29,8 @@ import ddp.training.run
 import ddp.training.run_log
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.training.output_dir import OutputDir
 from faults import fault
 from model import build_model as build_toy

@@ -19,7 +19,7 @@ import data
 import main
 import model
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import UsageError
 from ddp.data.loader import EvalLoader, TrainLoader
