@@ -34,7 +34,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self.done = threading.Event()
         self.done.set()
-        self.error: Exception | None = None  # what the job raised, until `finish` raises it
+        self.error: Exception | None = None  # what a job has raised: it ends the run
 
     def start(self, job: Callable[[], None]) -> None:
         self.done.clear()
@@ -49,11 +49,10 @@ class BackgroundWriter:
             self.done.set()
 
     def finish(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the job; raise what it raised, once. Returns whether it is done."""
+        """Wait up to `timeout` seconds for the job; raise what it raised. Returns whether it is done."""
         done = self.done.wait(timeout)
-        if done and self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        if self.error is not None:
+            raise self.error
         return done
 
 
@@ -84,11 +83,7 @@ class CheckpointManager:
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
-        content = {
-            **self.facts,
-            **{name: part.state_dict() for name, part in self.state.items()},
-            **asdict(self.train_state),
-        }
+        content = {**self.facts, **self._states(), **asdict(self.train_state)}
         self.last_step = self.train_state.step
         best = self.train_state.best_step == self.train_state.step
 
@@ -119,6 +114,9 @@ class CheckpointManager:
                 Path(path).touch()
         self.on_saved(step)
 
+    def _states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.state.items()}
+
     def _find_non_finite(self, states: Mapping[str, Any]) -> list[str]:
         checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
         return find_non_finite({name: states[name] for name in checked})
@@ -130,16 +128,18 @@ class CheckpointManager:
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
         self.state = {name: part for name, part in state.items() if part is not None}
-        # Of models, names and sizes of the weights are compared instead of the class.
-        others = {name: part for name, part in self.state.items() if not isinstance(part, torch.nn.Module)}
-        self.facts["classes"] = {name: type(part).__name__ for name, part in others.items()}
-        self.facts |= {"global_batch": train_loader.global_batch, "samples": train_loader.length}
-        self.facts["dataset"] = describe(train_loader.dataset)
+        models = [name for name, part in self.state.items() if isinstance(part, torch.nn.Module)]
+        self.facts |= {
+            # Of models, names and sizes of the weights are compared instead of the class.
+            "classes": {name: type(part).__name__ for name, part in self.state.items() if name not in models},
+            "global_batch": train_loader.global_batch,
+            "samples": train_loader.length,
+            "dataset": describe(train_loader.dataset),
+        }
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
-        states = {name: part.state_dict() for name, part in self.state.items()}
-        self.infinite = self._find_non_finite(states)
-        content = read_on_main(self.ctx, partial(self._find, states))
+        self.infinite = self._find_non_finite(self._states())
+        content = read_on_main(self.ctx, self._find)
         if content:
             self._load(content)
         return content.get("path")
@@ -159,7 +159,7 @@ class CheckpointManager:
 
     def _read_best(self) -> dict[str, Any]:
         try:
-            return {**storage.read(self.directory.best_path), "path": str(self.directory.best_path)}
+            return storage.read(self.directory.best_path)
         except InvalidCheckpoint as error:
             log.warning("warning: %s; the weights of the last step are tested", error)
             return {}
@@ -168,14 +168,14 @@ class CheckpointManager:
         """The names in a checkpoint that no part may have."""
         return {"path", "random", *self.facts, *asdict(self.train_state)}
 
-    def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of the checkpoint to resume from, and its `path`; empty if there is none."""
+    def _find(self) -> dict[str, Any]:
+        """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""
         config, facts = self.config, self.facts
-        path, content = self.directory.find()
-        if path is None:
+        if not (content := self.directory.find()):
             return {}
+        path = Path(content["path"])
         parts = {name: content[name] for name in content if name not in self._reserved()}
-        if found := run_differences(config, {**facts, "parts": states}, {**content, "parts": parts}):
+        if found := run_differences(config, {**facts, "parts": self._states()}, {**content, "parts": parts}):
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"
@@ -195,7 +195,6 @@ class CheckpointManager:
             log.warning(f"warning: edited since {path.name} was written: {files}. This {effect}")
         if config.comm_hook == "powersgd":
             log.warning("warning: checkpoints do not hold PowerSGD's memory: the run does not resume bit for bit")
-        content["path"] = str(path)
         if not self.directory.best_path.exists():  # a new directory, started from another run's checkpoint
             content.update(best=None, best_step=0, best_metrics={})
         if path.parent != self.directory.path:
@@ -211,7 +210,7 @@ class CheckpointManager:
         if self.config.evaluate:
             return
         self.facts["started_from"] = content["started_from"]
-        digests = self.ctx.gather(digest([part.state_dict() for part in self.state.values()]))
+        digests = self.ctx.gather(digest(self._states()))
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")

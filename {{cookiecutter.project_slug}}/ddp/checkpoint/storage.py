@@ -81,7 +81,7 @@ def link(source: Path, path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of `path`, with all tensors in host memory. Raises InvalidCheckpoint; runs no code from the file."""
+    """The content of `path`, and `path`. All tensors are in host memory. Raises InvalidCheckpoint; runs no code."""
     verify(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -91,7 +91,7 @@ def read(path: Path) -> dict[str, Any]:
         raise InvalidCheckpoint(path, f"torch cannot load it ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidCheckpoint(path, "it is a torch file, but not a checkpoint of this project and version")
-    return content
+    return {**content, "path": str(path)}
 
 
 def verify(path: Path) -> None:
@@ -163,39 +163,35 @@ class CheckpointDirectory:
         paths = [path for path in self.path.glob("step_*.pt") if NAME.fullmatch(path.name)]
         return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
 
-    def find(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint that --resume asks for, and its content; (None, {}) if there is nothing to resume from.
+    def find(self) -> dict[str, Any]:
+        """The content of the checkpoint that --resume asks for; empty if there is nothing to resume from.
 
         --resume PATH applies until this directory has checkpoints of its own, so that the same command can be repeated
         after a crash. Raises CheckpointError if no checkpoint can be used, or if --resume must finds none.
         """
-        resume = self.config.resume
+        resume, paths, reasons = self.config.resume, self.paths(), []
         from_path = resume not in RESUME_WORDS
-        if from_path and (self.config.evaluate or not self.paths()):
-            return Path(resume), read(Path(resume))
-        path, content = self._newest()
-        if path is None and resume == "must":
-            remedy = "restore that directory, or remove --resume to start a new run"
-            raise CheckpointError(f"--resume must: there is no checkpoint in {self.path}: {remedy}")
-        if from_path and content["started_from"] != os.path.realpath(resume):
-            problem = f"{self.path.parent} already holds checkpoints of a run that did not start from it"
-            raise CheckpointError(f"--resume {resume}: {problem}; choose another --output-dir, or remove --resume")
-        return path, content
-
-    def _newest(self) -> tuple[Path | None, dict[str, Any]]:
-        reasons = []
-        for path in self.paths():
+        if from_path and (self.config.evaluate or not paths):
+            return read(Path(resume))
+        for path in paths:
             try:
                 content = read(path)
-                self.verified.add(path)
-                return path, content
             except InvalidCheckpoint as error:
                 reasons.append(f"{path.name}: {error.reason}")
                 log.warning("warning: %s; trying the one before it", error)
+                continue
+            if from_path and content["started_from"] != os.path.realpath(resume):
+                problem = f"{self.path.parent} already holds checkpoints of a run that did not start from it"
+                raise CheckpointError(f"--resume {resume}: {problem}; choose another --output-dir, or remove --resume")
+            self.verified.add(path)
+            return content
         if reasons:
             remedy = "pass a good one with --resume PATH, or choose another --output-dir to start afresh"
             raise CheckpointError(f"no checkpoint in {self.path} can be used ({'; '.join(reasons)}): {remedy}")
-        return None, {}
+        if resume == "must":
+            remedy = "restore that directory, or remove --resume to start a new run"
+            raise CheckpointError(f"--resume must: there is no checkpoint in {self.path}: {remedy}")
+        return {}
 
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""

@@ -35,12 +35,10 @@ class SeededReader(Dataset):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
         self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
-        innermost = dataset
-        while isinstance(innermost, Subset):  # which passes __getitems__ on
-            innermost = innermost.dataset
-        self.name = type(innermost).__name__
-        self.one_by_one = getattr(type(innermost), "__getitems__", None) in (None, BatchDataset.__getitems__)
-        self.in_chunks = hooks_of(dataset).chunk_size > 1
+        while isinstance(dataset, Subset):  # which passes __getitems__ on
+            dataset = dataset.dataset
+        self.name = type(dataset).__name__
+        self.one_by_one = getattr(type(dataset), "__getitems__", None) in (None, BatchDataset.__getitems__)
         self.checked = False
 
     def __getitems__(self, indices: list[int]) -> Any:
@@ -49,15 +47,7 @@ class SeededReader(Dataset):
                 self._check(indices[0])
                 self.checked = True
             batch = self._read(indices)
-            if isinstance(batch, list):
-                batch = self._collate(batch, derive_seed(self.seed, self.epoch, *indices))
-        if get_worker_info() is None:
-            return batch
-        try:
-            return _Pickled(batch)
-        except (RuntimeError, OSError) as error:
-            reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
-            raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
+            return self._collate(batch, indices) if isinstance(batch, list) else batch
 
     def _check(self, index: int) -> None:
         """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly."""
@@ -82,10 +72,10 @@ class SeededReader(Dataset):
             raise UsageError(f"dataset {self.name} draws random numbers in __getitems__: {remedy}")
         return batch
 
-    def _collate(self, samples: list[Any], seed: int) -> Any:
+    def _collate(self, samples: list[Any], indices: list[int]) -> Any:
         if getattr(self.collate, "__func__", None) is not BatchDataset.collate:  # the owner's own
-            batch, draws = _call(self.collate, samples, seed)
-            if draws and self.in_chunks:  # after a resume, other samples are read together
+            batch, draws = _call(self.collate, samples, derive_seed(self.seed, self.epoch, *indices))
+            if draws and hooks_of(self.dataset).chunk_size > 1:  # after a resume, other samples are read together
                 raise UsageError(f"dataset {self.name} draws random numbers in collate: leave chunk_size at 1")
             return batch
         try:
@@ -104,16 +94,25 @@ class _Pickled:
         return pickle.loads, (self.content,)
 
 
+def hand_over(batch: Any) -> Any:
+    """Pickle a batch in a worker. It is collated already. Raises PeerLost if memory ran out, for example."""
+    try:
+        return batch if get_worker_info() is None else _Pickled(batch)
+    except (RuntimeError, OSError) as error:
+        reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
+        raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        one, other = list(one.items()), list(other.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
+        return same(getattr(one, "__dict__", None), getattr(other, "__dict__", None))
     try:
         if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
             return False
