@@ -112,7 +112,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(getattr(one, "__dict__", None), getattr(other, "__dict__", None))
+        return same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}))
     try:
         if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
             return False
