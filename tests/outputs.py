@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 
 

@@ -1,9 +1,12 @@
-"""Copies of the template folder, which is a project that runs in place."""
+"""Copies of the template folder, which is a project that runs in place, and of its main.py with other lines."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 
@@ -17,3 +20,15 @@ def copy_template(folder: Path) -> Path:
         return written(directory, names) | at_top
 
     return Path(shutil.copytree(TEMPLATE, folder, ignore=ignored))
+
+
+def changed_main(edits: dict[str, str]) -> Any:
+    """main.py with these lines replaced, as a module's main function."""
+    text = (TEMPLATE / "main.py").read_text()
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    module = ModuleType("changed_main")
+    sys.modules["changed_main"] = module  # where dataclasses look
+    exec(compile(text, "changed_main.py", "exec"), vars(module))
+    return vars(module)["main"]

@@ -51,8 +51,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.loader import EvalLoader, TrainLoader
-from ddp.data.sampler import ResumableSampler
+from ddp.data.loader import EvalLoader, ResumableSampler, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault

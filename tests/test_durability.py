@@ -19,8 +19,8 @@ import torch
 from outputs import lines
 
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.process_exit import process_exit
 from ddp.training.output_dir import OutputDir
 from faults import fault
@@ -255,9 +255,9 @@ def check(files: Files, saved: int, output: Path, folder: Path) -> None:
             (folder / path.relative_to(output)).write_bytes(content)
     for path in folder.rglob("*.pt"):
         checkpoint.verify(path)
-    path, content = CheckpointDirectory(Config.parse(["--output-dir", str(folder)])).find()
-    step = content["step"] if path else 0
-    assert step >= saved, f"step {saved} was saved, the newest checkpoint is {path}"
+    content = CheckpointDirectory(Config.parse(["--output-dir", str(folder)])).find()
+    step = content["step"] if content else 0
+    assert step >= saved, f"step {saved} was saved, the newest checkpoint is {content.get('path')}"
     if step:
         best = checkpoint.read(folder / "best.pt")["step"] if content["best_step"] else 0
         assert best >= content["best_step"], "a checkpoint names a better best.pt than there is"

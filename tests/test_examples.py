@@ -248,7 +248,7 @@ def compare_gradients() -> None:
     import main
     import model
     from config import Config
-    from ddp.checkpoint import checkpoint_file
+    from ddp.checkpoint import storage
     from ddp.data.loader import TrainLoader
     from processes import on_ranks, train
 
@@ -300,7 +300,7 @@ def compare_gradients() -> None:
         with tempfile.TemporaryDirectory() as folder:
             batch = ("--batch-size", batch_size, "--grad-accum-steps", passes)
             train(world_size, *options, *batch, "--max-steps", steps, "--output-dir", folder)
-            saved = checkpoint_file.read(next(Path(folder).glob("checkpoints/*.pt")))
+            saved = storage.read(next(Path(folder).glob("checkpoints/*.pt")))
         found = averages(saved["optimizer_g"], saved["optimizer_d"])
         for one, other in zip(found, expected, strict=True):
             error = ((one - other).norm() / other.norm()).item()

@@ -31,7 +31,7 @@ import ddp.training.run
 import images
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.signals import LAUNCHER_GONE, stop_signal

@@ -15,7 +15,7 @@ from torchvision.models import get_model, get_model_weights
 
 import data
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import init_weights
 from ddp.distributed.process_group import DistContext
 from model import ToyModel

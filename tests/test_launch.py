@@ -28,7 +28,7 @@ from outputs import free_port
 from template_copy import TEMPLATE, copy_template
 
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.files import hash_source_files

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from outputs import lines, newest
+from template_copy import changed_main
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
@@ -24,7 +23,7 @@ import data
 import main
 import model
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import UnsavedState, digest
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, Datasets, check_datasets
@@ -636,18 +635,6 @@ def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate
 
 
 # ---- what main.py forgets -------------------------------------------------------------------------------------------
-
-
-def changed_main(edits: dict[str, str]) -> Any:
-    """main.py with these lines replaced, as a module's main function."""
-    text = Path(main.__file__).read_text()
-    for old, new in edits.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    module = ModuleType("changed_main")
-    sys.modules["changed_main"] = module  # where dataclasses look
-    exec(compile(text, "changed_main.py", "exec"), vars(module))
-    return vars(module)["main"]
 
 
 @fault(40)

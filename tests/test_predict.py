@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 import data
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.core.errors import CheckpointError, SetupError, UsageError
 from ddp.data.dataset import describe
 from images import ImageFiles, ImagesInMemory, ImageTransforms, SavedImages, decode_once

@@ -16,25 +16,25 @@ import pytest
 import torch
 from outputs import lines, newest, weights_and_momentum
 from PIL import Image
+from template_copy import changed_main
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import images
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.manager import run_differences
-from ddp.checkpoint.state import digest
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import UsageError
 from ddp.core.files import hash_source_files
 from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.seeds import random_state, set_random_state
+from ddp.distributed.seeds import seed_step
 from ddp.entrypoint.run_main import run_as_rank
 from faults import fault
 from processes import Ranks, on_ranks, start, train
-from small_models import build_awkward, build_slow_awkward
+from small_models import Awkward, build_awkward, build_slow_awkward
 
 pytestmark = pytest.mark.slow
 
@@ -445,22 +445,105 @@ def test_parameter_groups_keep_their_own_learning_rates() -> None:
     assert [group["lr"] for group in schedule.optimizer.param_groups] == pytest.approx([0.0015, 0.015])
 
 
-def test_python_and_numpy_draw_differently_on_each_rank(small: None, tmp_path: Path) -> None:
-    train(2, "--dataset", "synthetic", "--max-steps", 1, "--output-dir", tmp_path)
-    first, second = checkpoint.read(newest(tmp_path))["random"]
-    for name in ("torch", "python", "numpy"):
-        assert digest(first[name]) != digest(second[name]), name
+def draw() -> list[float]:
+    """Numbers from each generator. Those of Python and numpy draw two normal ones and keep the second for later."""
+    return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(()).item()]
 
 
-def test_generators_restored_from_a_checkpoint_draw_the_same_numbers(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # both generators draw two numbers and keep the second one for the next call
-    numpy.random.randn()
+class Drawing(Awkward):
+    """Its owner draws when an epoch starts, for all steps of it; in each step; and after the last step of an epoch."""
+
+    def __init__(self, classes: int, pause: float) -> None:
+        super().__init__(classes, pause)
+        self.register_buffer("drawn", torch.zeros(5, dtype=torch.double))
+        self.strength = 0.0  # in no checkpoint
+
+    def start_epoch(self) -> None:
+        self.strength = sum(draw())
+
+    def end_epoch(self) -> None:
+        self.drawn = 0.9 * self.drawn + torch.tensor(draw(), dtype=torch.double)  # depends on all earlier ones
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            images = images * (1 + 0.01 * (self.strength + sum(draw()) + self.drawn.sum().item()))
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_the_owner_draws_between_epochs_and_in_a_step_is_the_same_after_a_resume(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with -9 at an epoch's end and in the middle of one; stopped between the last step and the evaluation."""
+    import data
+
+    def use(pause: float, stop_at: int) -> None:
+        monkeypatch.setattr(main.task, "build_model", lambda config, data: Drawing(len(data.classes), pause))
+        monkeypatch.setattr(main.task, "stop_at", stop_at, raising=False)
+
+    head, stop, end = "for batches in run.steps():", "if run.should_stop():", "run.end_epoch("
+    edits = {head: f"model.start_epoch()\n            {head}", end: f"model.end_epoch()\n            {end}"}
+    edits[stop] = "if run.state.step == task.stop_at or run.should_stop():"
+    monkeypatch.setattr(main, "main", changed_main(edits))
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 96, "val": 10})
+    options: list[Any] = ["--dataset", "synthetic", "--batch-size", 8 // processes, "--epochs", 4]
+    options += ["--checkpoint-every", 1, "--keep-checkpoints", 100, "--output-dir"]
+    use(pause=0, stop_at=0)
+    train(processes, *options, tmp_path / "whole")
+
+    use(pause=0.02, stop_at=0)
+    for step in (12, 17):  # the end of epoch 1, and in epoch 2
+        ranks = start(processes, *options, tmp_path / "killed")
+        wait_for(tmp_path / "killed" / "checkpoints" / f"step_{step:08d}.pt", ranks)
+        ranks.kill()
+        assert ranks.wait() == [-9] * processes
+        for path in (tmp_path / "killed" / "checkpoints").glob("*.pt"):
+            if int(path.stem[5:]) > step:
+                path.unlink()
+    use(pause=0, stop_at=36)  # the last step of epoch 3
+    assert "at step 17" in train(processes, *options, tmp_path / "killed", code=75)
+    use(pause=0, stop_at=0)
+    assert "at step 36" in train(processes, *options, tmp_path / "killed")
+    whole, killed = (checkpoint.read(newest(tmp_path / name))["model"] for name in ("whole", "killed"))
+    assert whole["drawn"].all() and whole["drawn"].tolist() == killed["drawn"].tolist()
+    assert weights_and_momentum(tmp_path / "killed") == weights_and_momentum(tmp_path / "whole")
+
+
+def test_each_rank_and_each_step_draws_other_numbers_from_every_generator() -> None:
     drawn = []
-    checkpoint.write(tmp_path / "a.pt", {"format": checkpoint.FORMAT, "random": random_state(torch.device("cpu"))})
-    for _ in range(2):
-        drawn.append((random.gauss(0, 1), numpy.random.randn(), numpy.random.rand(), torch.randn(3).tolist()))
-        set_random_state(checkpoint.read(tmp_path / "a.pt")["random"], torch.device("cpu"))
-    assert drawn[0] == drawn[1]
+    for step, rank in ((0, 0), (0, 1), (1, 0), (-1, 0), (0, 0)):
+        seed_step(7, step, rank)
+        drawn.append(draw())
+    assert drawn[0] == drawn[4]
+    assert all(len(set(numbers)) == 4 for numbers in zip(*drawn, strict=True))
+
+
+def test_ranks_draw_differently_from_the_resume_on(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, they draw the same, to build the same model."""
+    line = "        run.log_summary("
+    write = f"        (Path(config.output_dir) / f'rank {{ctx.rank}}').write_text(json.dumps(task.draw()))\n{line}"
+    imports = "import torch\n\n"
+    edits = {line: write, imports: f"import json\nfrom pathlib import Path\n{imports}"}
+    monkeypatch.setattr(main, "main", changed_main(edits))
+    monkeypatch.setattr(main.task, "draw", draw, raising=False)
+    train(2, "--dataset", "synthetic", "--max-steps", 1, "--output-dir", tmp_path)
+    first, second = (json.loads((tmp_path / f"rank {rank}").read_text()) for rank in (0, 1))
+    assert not set(first) & set(second)
+
+
+def test_a_checkpoint_of_a_version_that_stored_the_generators_resumes(small: None, tmp_path: Path) -> None:
+    options = ["--dataset", "synthetic", "--batch-size", 64, "--epochs", 1, "--output-dir"]
+    train(2, *options, tmp_path / "whole")
+    train(2, *options, tmp_path / "old", "--max-steps", 2)
+    path = newest(tmp_path / "old")
+    python = (3, torch.tensor(random.getstate()[1]), None)
+    stored = {"torch": torch.get_rng_state(), "python": python}
+    checkpoint.write(path, {**checkpoint.read(path), "random": [stored] * 2})
+    assert "at step 2" in train(2, *options, tmp_path / "old")
+    assert "random" not in checkpoint.read(newest(tmp_path / "old"))
+    assert weights_and_momentum(tmp_path / "old") == weights_and_momentum(tmp_path / "whole")
 
 
 def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

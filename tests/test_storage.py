@@ -29,8 +29,8 @@ import ddp.training.run
 import ddp.training.run_log
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
-from ddp.checkpoint.directory import CheckpointDirectory
+from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.training.output_dir import OutputDir
 from faults import fault
 from model import build_model as build_toy
@@ -274,10 +274,10 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
         output_dir = OutputDir(config)
         output_dir.open()
         assert not temporary_files(output), "the temporary file of the killed process is still there"
-        newest, content = CheckpointDirectory(config).find()
+        content = CheckpointDirectory(config).find()
         output_dir.lock.close()
         step = content["step"]
-        assert step >= completed, f"step {completed} was saved, the newest is {newest}"
+        assert step >= completed, f"step {completed} was saved, the newest is {content['path']}"
         assert torch.equal(content["model"]["weight"], torch.full((STATE,), float(step)))
     print(f"a save takes {1000 * duration:.0f} ms; {len(torn)} of {KILLS} kills left a temporary file")
     assert len(torn) >= KILLS // 4, f"too few kills hit a write: {torn}"

@@ -64,7 +64,7 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
     [
         ("ddp.core.files", "ddp.training.run"),
         ("ddp.distributed.seeds", "ddp.data.loader"),
-        ("ddp.data.sampler", "ddp.checkpoint.checkpoint_file"),
+        ("ddp.data.loader", "ddp.checkpoint.storage"),
         ("ddp.checkpoint.state", "ddp.training.meter"),
         ("ddp.training.schedule", "ddp.entrypoint.run_main"),
         ("ddp.entrypoint.preflight", "ddp.training.throughput"),

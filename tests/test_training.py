@@ -34,7 +34,7 @@ import ddp.training.run
 import ddp.training.run_log
 import main
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.core.files import write_status
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext

@@ -15,7 +15,7 @@ from outputs import lines, newest
 import data
 import images
 import main
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from images import split_by_class
 from processes import start, train
 

@@ -148,8 +148,8 @@ def test_skipped_step(project: Project, tmp_path: Path, answer: Answer) -> None:
     )
     project.train(*FAST, "--precision", "fp16", "--max-steps", 60, "--output-dir", tmp_path / "out", "--log-every", 60)
     code = (
-        "from ddp.checkpoint import checkpoint_file; from pathlib import Path; import sys; "
-        "print(checkpoint_file.read(max(Path(sys.argv[1]).glob('*.pt')))['scaler']['scale'])"
+        "from ddp.checkpoint import storage; from pathlib import Path; import sys; "
+        "print(storage.read(max(Path(sys.argv[1]).glob('*.pt')))['scaler']['scale'])"
     )
     scale = float(project.run("-c", code, tmp_path / "out/checkpoints"))
     assert scale < 65536

@@ -19,7 +19,7 @@ import data
 import main
 import model
 from config import Config
-from ddp.checkpoint import checkpoint_file as checkpoint
+from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import UsageError
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -95,6 +95,7 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(
     assert "resuming from" in train(2, *options, tmp_path / "killed")
     whole, killed = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "killed")
     assert whole.pop("config").pop("output_dir") != killed.pop("config").pop("output_dir")
+    assert whole.pop("path") != killed.pop("path")
     assert whole.keys() == killed.keys()
     assert [name for name in whole if digest(whole[name]) != digest(killed[name])] == []
     for split in ("train", "val", "test"):

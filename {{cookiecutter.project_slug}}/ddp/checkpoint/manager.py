@@ -1,9 +1,9 @@
-"""Save and resume a run: the parts passed to `resume`, the TrainState, and the random generators of all ranks."""
+"""Save and resume a run: the parts passed to `resume`, and the TrainState."""
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ddp.checkpoint import checkpoint_file
-from ddp.checkpoint.directory import CheckpointDirectory, read_on_main
+from ddp.checkpoint import storage
 from ddp.checkpoint.state import TrainState, digest, find_non_finite, snapshot
+from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
 from ddp.core.options import flag_of
@@ -22,7 +22,6 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import random_state, set_random_state
 from ddp.distributed.tensors import Mark
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self.done = threading.Event()
         self.done.set()
-        self.error: Exception | None = None  # what the job raised, until `finish` raises it
+        self.error: Exception | None = None  # what a job has raised: it ends the run
 
     def start(self, job: Callable[[], None]) -> None:
         self.done.clear()
@@ -50,11 +49,10 @@ class BackgroundWriter:
             self.done.set()
 
     def finish(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the job; raise what it raised, once. Returns whether it is done."""
+        """Wait up to `timeout` seconds for the job; raise what it raised. Returns whether it is done."""
         done = self.done.wait(timeout)
-        if done and self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        if self.error is not None:
+            raise self.error
         return done
 
 
@@ -70,7 +68,7 @@ class CheckpointManager:
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
-            "format": checkpoint_file.FORMAT,
+            "format": storage.FORMAT,
             "sources": hash_source_files(),  # that this run has loaded; the files may be edited meanwhile
             "config": asdict(config),
             "world_size": ctx.world_size,
@@ -81,16 +79,11 @@ class CheckpointManager:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
-        # 2. Collect the state of this run, and the random generators of every rank. state_dict() has no collective.
+        # 2. Collect the state of this run. state_dict() has no collective.
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
-        content = {
-            **self.facts,
-            **{name: part.state_dict() for name, part in self.state.items()},
-            **asdict(self.train_state),
-            "random": self.ctx.gather(random_state(self.ctx.device)),
-        }
+        content = {**self.facts, **self._states(), **asdict(self.train_state)}
         self.last_step = self.train_state.step
         best = self.train_state.best_step == self.train_state.step
 
@@ -121,6 +114,9 @@ class CheckpointManager:
                 Path(path).touch()
         self.on_saved(step)
 
+    def _states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.state.items()}
+
     def _find_non_finite(self, states: Mapping[str, Any]) -> list[str]:
         checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
         return find_non_finite({name: states[name] for name in checked})
@@ -132,17 +128,18 @@ class CheckpointManager:
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
         self.state = {name: part for name, part in state.items() if part is not None}
-        # Of models, names and sizes of the weights are compared instead of the class.
-        kinds = {
-            name: type(part).__name__ for name, part in self.state.items() if not isinstance(part, torch.nn.Module)
+        models = [name for name, part in self.state.items() if isinstance(part, torch.nn.Module)]
+        self.facts |= {
+            # Of models, names and sizes of the weights are compared instead of the class.
+            "classes": {name: type(part).__name__ for name, part in self.state.items() if name not in models},
+            "global_batch": train_loader.global_batch,
+            "samples": train_loader.length,
+            "dataset": describe(train_loader.dataset),
         }
-        self.facts |= {"classes": kinds, "global_batch": train_loader.global_batch, "samples": train_loader.length}
-        self.facts["dataset"] = describe(train_loader.dataset)
-        if taken := [name for name in self.state if name in self._reserved()]:
-            raise UsageError(f"Training.{taken[0]} in main.py: checkpoints use that name; rename the field")
-        states = {name: part.state_dict() for name, part in self.state.items()}
-        self.infinite = self._find_non_finite(states)
-        content = read_on_main(self.ctx, partial(self._find, states))
+        if taken := self.state.keys() & self._reserved():
+            raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
+        self.infinite = self._find_non_finite(self._states())
+        content = read_on_main(self.ctx, self._find)
         if content:
             self._load(content)
         return content.get("path")
@@ -161,44 +158,43 @@ class CheckpointManager:
         return TrainState.of(content)
 
     def _read_best(self) -> dict[str, Any]:
-        path = self.directory.best_path
         try:
-            return {**checkpoint_file.read(path), "path": str(path)}
-        except checkpoint_file.InvalidCheckpoint as error:
-            log.warning("warning: %s cannot be used: %s; the weights of the last step are tested", path, error)
+            return storage.read(self.directory.best_path)
+        except InvalidCheckpoint as error:
+            log.warning("warning: %s; the weights of the last step are tested", error)
             return {}
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""
         return {"path", "random", *self.facts, *asdict(self.train_state)}
 
-    def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of the checkpoint to resume from, and its `path`; empty if there is none."""
-        config, world_size = self.config, self.ctx.world_size
-        path, content = self.directory.find()
-        if path is None:
+    def _find(self) -> dict[str, Any]:
+        """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""
+        config, facts = self.config, self.facts
+        if not (content := self.directory.find()):
             return {}
+        path = Path(content["path"])
         parts = {name: content[name] for name in content if name not in self._reserved()}
-        if found := run_differences(config, {**self.facts, "parts": states}, {**content, "parts": parts}):
+        if found := run_differences(config, {**facts, "parts": self._states()}, {**content, "parts": parts}):
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"
                 remedy = f"choose another --output-dir for a new run; --init-from {path} gives it these weights"
             raise CheckpointError(f"cannot {verb} {path}: {first_few(found)}. Restore these settings, or {remedy}")
-        if content["world_size"] != world_size and not config.evaluate:
-            then = content["world_size"]
-            change = f"{plural(then, 'process', 'es')} wrote this checkpoint, this run has {world_size}"
-            effect = f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}"
-            batch = f"the global batch was {content['global_batch']}, is {self.facts['global_batch']}"
-            log.warning(f"warning: {change}: {effect}; {batch}")
-        if edited := differences(self.facts["sources"], content["sources"], "{name}"):
-            effect = "This run uses the new code from here on; for a new run, choose another --output-dir"
-            effect = "This evaluation uses the new code" if config.evaluate else effect
+        then = content["world_size"]
+        if then != facts["world_size"] and not config.evaluate:
+            log.warning(
+                f"warning: {plural(then, 'process', 'es')} wrote this checkpoint, this run has {facts['world_size']}: "
+                f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}; "
+                f"the global batch was {content['global_batch']}, is {facts['global_batch']}"
+            )
+        if edited := differences(facts["sources"], content["sources"], "{name}"):
+            effect = "run uses the new code from here on; for a new run, choose another --output-dir"
+            effect = "evaluation uses the new code" if config.evaluate else effect
             files = first_few(sorted(name.removeprefix("the file ") for name in edited))
-            log.warning(f"warning: edited since {path.name} was written: {files}. {effect}")
+            log.warning(f"warning: edited since {path.name} was written: {files}. This {effect}")
         if config.comm_hook == "powersgd":
             log.warning("warning: checkpoints do not hold PowerSGD's memory: the run does not resume bit for bit")
-        content["path"] = str(path)
         if not self.directory.best_path.exists():  # a new directory, started from another run's checkpoint
             content.update(best=None, best_step=0, best_metrics={})
         if path.parent != self.directory.path:
@@ -213,10 +209,8 @@ class CheckpointManager:
         self._load_parts(content, for_training=not self.config.evaluate)
         if self.config.evaluate:
             return
-        if content["world_size"] == self.ctx.world_size:
-            set_random_state(content["random"][self.ctx.rank], self.ctx.device)
         self.facts["started_from"] = content["started_from"]
-        digests = self.ctx.gather(digest([part.state_dict() for part in self.state.values()]))
+        digests = self.ctx.gather(digest(self._states()))
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
@@ -238,32 +232,35 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
 
     Both mappings hold the facts of a checkpoint, and `parts`: states by name. An evaluation may have other options.
     """
-    names = [item.name for item in fields(config) if not item.metadata["may_change"]]
-    if theirs["global_batch"] != ours["global_batch"]:
-        names += ["batch_size", "grad_accum_steps"]  # they may change while the global batch stays the same
-    labels, their_labels = (facts.get("dataset", {}).get("classes") for facts in (ours, theirs))  # may be unknown
-    labels, their_labels = (labels, their_labels) if labels and their_labels else ([], [])
-
-    def outline(facts: Mapping[str, Any], other: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-        options = {**vars(type(config)()), **facts["config"]}  # the default of one that a checkpoint does not know
-        found = {flag_of(name): options[name] for name in names}
-        found["--strict-resume: the number of processes"] = config.strict_resume and facts["world_size"]
-        found |= {f"the {name}": facts["classes"].get(name) for name in facts["parts"]}
-        if config.evaluate:
-            found = {f"the {name}": None for name in facts["parts"]}
-        found |= {f"class {number} of the data": label for number, label in enumerate(labels)}
-        for name, state in facts["parts"].items():
-            if name in other["parts"] and name not in ours["classes"]:  # a model
-                prefix = "" if name == "model" else f"{name}."
-                # Not every entry is a tensor: a module may have an extra state.
-                found |= {prefix + key: list(getattr(value, "shape", ())) for key, value in state.items()}
-        return found
-
+    options = [] if config.evaluate else [item.name for item in fields(config) if not item.metadata["may_change"]]
     found = []
-    if len(labels) != len(their_labels):
-        found.append(f"the data had {len(their_labels):,} classes, have {len(labels):,}")
-        labels = their_labels = []
-    if theirs["samples"] != ours["samples"] and not config.evaluate:
-        found.append(f"training samples were {theirs['samples']:,}, are {ours['samples']:,}")
+    # They may be unknown. An evaluation of other samples is fine, but not of other classes.
+    labels, their_labels = (facts.get("dataset", {}).get("classes") for facts in (ours, theirs))
+    if labels and their_labels:
+        if len(labels) != len(their_labels):
+            found.append(f"the data had {len(their_labels):,} classes, have {len(labels):,}")
+        else:
+            pairs = enumerate(zip(labels, their_labels, strict=True))
+            found += [f"class {number} of the data was {b}, is {a}" for number, (a, b) in pairs if a != b]
+    if not config.evaluate:
+        if theirs["samples"] != ours["samples"]:
+            found.append(f"training samples were {theirs['samples']:,}, are {ours['samples']:,}")
+        if theirs["global_batch"] != ours["global_batch"]:
+            options += ["batch_size", "grad_accum_steps"]  # they may change while the global batch stays the same
+    models = [name for name in ours["parts"] if name in theirs["parts"] and name not in ours["classes"]]
+
+    def outline(facts: Mapping[str, Any]) -> dict[str, Any]:
+        values = {**vars(type(config)()), **facts["config"]}  # the default of one that a checkpoint does not know
+        lines = {flag_of(name): values[name] for name in options}
+        if not config.evaluate:
+            lines["--strict-resume: the number of processes"] = config.strict_resume and facts["world_size"]
+        for name in facts["parts"]:
+            lines[f"the {name}"] = None if config.evaluate else facts["classes"].get(name)
+        for name in models:
+            prefix = "" if name == "model" else f"{name}."
+            for key, value in facts["parts"][name].items():  # not all are tensors: a module may have an extra state
+                lines[prefix + key] = list(getattr(value, "shape", ()))
+        return lines
+
     texts = "{name} was {second}, is {first}", "{name} is not in the checkpoint", "{name} is in the checkpoint only"
-    return found + differences(outline(ours, theirs, labels), outline(theirs, ours, their_labels), *texts)
+    return found + differences(outline(ours), outline(theirs), *texts)

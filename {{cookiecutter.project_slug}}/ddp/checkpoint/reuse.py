@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ddp.checkpoint import checkpoint_file
-from ddp.checkpoint.directory import CheckpointDirectory, read_given, read_on_main
+from ddp.checkpoint import storage
+from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
 from ddp.core.run_config import RESUME_WORDS, RunConfig
@@ -40,7 +40,8 @@ def with_saved_options(config: Config, env: RankEnv) -> Config:
     path: Path | None = Path(config.resume)
     if config.resume in RESUME_WORDS:
         path = next(iter(CheckpointDirectory(config).paths()), None) if config.output_dir else None
-    saved = {} if path is None else _saved_options(path, on_first_machine=env.rank == env.local_rank)
+    on_first_machine = env.rank == env.local_rank
+    saved = _saved_options(path) if path is not None and (on_first_machine or path.exists()) else {}
     taken = {name: saved[name] for name in saved_names(config) if name in saved}
     for name in sorted(config.given & taken.keys()):
         ours, theirs = getattr(config, name), taken.pop(name)
@@ -57,21 +58,18 @@ def saved_names(config: RunConfig) -> list[str]:
     return [item.name for item in items if item.metadata["section"] in SECTIONS or item.name in MORE]
 
 
-def _saved_options(path: Path, *, on_first_machine: bool) -> dict[str, Any]:
+def _saved_options(path: Path) -> dict[str, Any]:
     """The options in a checkpoint. Its digest is verified when its weights are loaded."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # reads no weights
-        return dict(content["config"])
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"])  # reads no weights
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and not on_first_machine:
-            return {}
         reason = error.strerror if isinstance(error, OSError) else "it is no checkpoint of this project, or damaged"
         raise CheckpointError(f"{path} cannot be used: {reason}") from error
 
 
 def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, Any], Config]:
     """The content of a checkpoint, and all options that its run had. Raises CheckpointError."""
-    content = read_given(path)
+    content = storage.read(path)
     if "dataset" not in content:
         raise CheckpointError(f"{path} is of an earlier version of this project, which did not store the classes")
     names = {item.name for item in dataclasses.fields(config_class)}
@@ -103,10 +101,11 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and "format" in content:
-            checkpoint_file.verify(path)
-    except (OSError, checkpoint_file.InvalidCheckpoint) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"--init-from {path} cannot be used: {reason}") from error
+            storage.verify(path)
+    except storage.InvalidCheckpoint as error:
+        raise CheckpointError(f"--init-from {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"--init-from {path} cannot be used: {error.strerror or error}") from error
     except Exception as error:
         remedy = "save a state_dict() with torch.save, and nothing else"
         raise CheckpointError(f"--init-from {path} holds no weights that torch can load safely: {remedy}") from error

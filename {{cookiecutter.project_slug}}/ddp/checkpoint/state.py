@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,21 +51,17 @@ def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
     """
     for keys, part in _named_leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
-            place = "".join(f"[{key!r}]" for key in keys)
-            reason = f"state{place} is of {type(part)}, which no checkpoint can hold"
-            raise TypeError(f"{reason}: make it a tensor or a plain number")
+            name = "state" + "".join(f"[{key!r}]" for key in keys)
+            raise TypeError(f"{name} is of {type(part)}, which no checkpoint can hold: use a tensor or a plain number")
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
-    def copy_all(copy: Copy) -> Any:
-        def copy_once(tensor: torch.Tensor) -> torch.Tensor:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            if key not in copies:
-                copies[key] = copy(tensor)
-            return copies[key]
+    def copy_once(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if key not in copies:
+            copies[key] = copy(tensor)
+        return copies[key]
 
-        return map_tensors(state, copy_once)
-
-    return streams.download(copy_all)
+    return streams.download(lambda copy: map_tensors(state, partial(copy_once, copy)))
 
 
 def find_non_finite(state: Any) -> list[str]:
@@ -76,20 +73,15 @@ def find_non_finite(state: Any) -> list[str]:
     ]
 
 
-def size_of(state: Any) -> int:
-    """The bytes of all tensors in `state`."""
-    return sum(part.nbytes for part in leaves(state) if isinstance(part, torch.Tensor))
-
-
 def digest(state: Any) -> str:
     """SHA-256 of everything in `state`, tensors by their bytes."""
     result = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> None:
-        result.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        result.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-    result.update(repr(map_tensors(state, add)).encode())
+    for keys, part in _named_leaves(state):
+        if isinstance(part, torch.Tensor):
+            result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
+            result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            result.update(f"{keys}{part!r}".encode())
     return result.hexdigest()
 
 
@@ -115,7 +107,7 @@ class UnsavedState:
             name: (value, _sample(value))
             for name, value in variables.items()
             if not isinstance(value, type) and id(value) not in held
-            if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if ours.isdisjoint(_pointers(value))  # not a wrapper of the model
         }
 

@@ -95,11 +95,12 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         raise UsageError("--evaluate: there is neither a validation set nor a test set")
     if config.patience is not None and found.val is None and not config.evaluate:
         raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
-    for part, dataset in (("training", found.train), ("validation", found.val), ("test", found.test)):
+    for part, dataset in zip(("training", "validation", "test"), found, strict=True):
         if dataset is None:
             continue
-        by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if isinstance(dataset, IterableDataset) or not by_index:
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
             stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
@@ -190,11 +191,11 @@ def explain_collate_error(error: Exception, samples: list[Any], dataset: Any) ->
     """Why torch cannot join `samples` to a batch."""
     name = data_name(dataset)
     _refuse_pil(samples, name)
-    first, *others = ([part.shape for part in leaves(sample) if hasattr(part, "shape")] for sample in samples)
-    pairs = (pair for shapes in others for pair in zip(first, shapes, strict=False) if pair[0] != pair[1])
-    for one, other in pairs:
-        remedy = "resize them in data.py, for example with transforms.Resize and CenterCrop, or override `collate`"
-        return UsageError(f"dataset {name}: samples of different sizes, {list(one)} and {list(other)}: {remedy}")
+    for parts in zip(*map(leaves, samples), strict=False):
+        sizes = list(dict.fromkeys(str(list(part.shape)) for part in parts if hasattr(part, "shape")))
+        if len(sizes) > 1:
+            remedy = "resize them in data.py, for example with transforms.Resize and CenterCrop, or override `collate`"
+            return UsageError(f"dataset {name}: samples of different sizes, {sizes[0]} and {sizes[1]}: {remedy}")
     return UsageError(f"dataset {name}: its samples cannot be joined to a batch ({error}): override `collate`")
 
 

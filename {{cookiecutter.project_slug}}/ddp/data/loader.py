@@ -2,26 +2,26 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from ddp.core.errors import UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset, check_batch, check_outputs, data_name, hooks_of
-from ddp.data.reader import SeededReader, keep_random_state, start_workers
-from ddp.data.sampler import ResumableSampler
+from ddp.data.reader import SeededReader, hand_over, start_workers
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import derive_seed, seed_everything
+from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
 from ddp.distributed.stop_sync import StopRequested
 from ddp.distributed.tensors import leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
 MAX_WORKERS = 8  # per process, unless --workers asks for more
-EVALUATION = -1  # takes the place of the epoch
+EVALUATION = -2  # takes the place of the epoch, and of the rank in seeds
 
 
 class _Loader:
@@ -48,7 +48,7 @@ class _Loader:
             self.reader(epoch),
             batch_sampler=indices,
             num_workers=self.workers,
-            collate_fn=_as_it_is,
+            collate_fn=hand_over,
             pin_memory=self.ctx.device.type == "cuda",
             generator=torch.Generator(),  # otherwise iter() would draw from the global one
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
@@ -57,6 +57,36 @@ class _Loader:
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
             yield self.hooks.prepare(chunk)  # prepare
+
+
+class ResumableSampler(DistributedSampler):
+    """torch's DistributedSampler that can start an epoch after any number of samples, counted over all ranks.
+
+    The order of an epoch is one permutation of (seed, epoch), and rank r of w takes every w-th entry. So after any
+    number of steps the entries used are the first `samples_consumed` ones, whatever w is. Samples at the end of the
+    epoch that do not fill a global batch are dropped.
+    """
+
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, seed: int) -> None:
+        super().__init__(dataset, world_size, rank, seed=seed)
+        self.length, self.global_batch, self.samples_consumed = len(dataset), global_batch, 0  # type: ignore[arg-type]
+
+    def steps_left(self, samples_consumed: int) -> int:
+        """Optimizer steps until the end of the epoch."""
+        return (self.length - samples_consumed) // self.global_batch
+
+    def start_at(self, epoch: int, samples_consumed: int) -> None:
+        """Let the next iteration return this rank's part of order[samples_consumed:]."""
+        self.set_epoch(epoch)
+        self.samples_consumed = samples_consumed
+
+    def __len__(self) -> int:
+        return self.steps_left(self.samples_consumed) * self.global_batch // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        rest = order[self.samples_consumed + self.rank :: self.num_replicas]
+        return iter(rest[: len(self)].tolist())
 
 
 class TrainLoader(_Loader):
@@ -80,12 +110,7 @@ class TrainLoader(_Loader):
         self.name = data_name(dataset)
         self.wait_s = 0.0
         self.classes: int | None = None  # of the labels in the first batch; None before it
-        self.example: Any = None  # images of the first batch, until they are taken
-
-    def take_example(self) -> Any:
-        """What `example_images` of the dataset made of the first batch, once; None before and after that."""
-        example, self.example = self.example, None
-        return example
+        self.example: Any = None  # what example_images made of the first batch, until it is logged
 
     def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
         """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
@@ -96,13 +121,13 @@ class TrainLoader(_Loader):
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
         size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
-        end = samples_consumed + self.sampler.steps_left(samples_consumed) * self.global_batch
+        end = samples_consumed + len(self.sampler) * self.ctx.world_size
         for chunk in self._chunks(BatchSampler(self.sampler, self.chunk_size, drop_last=False), epoch):
             rows = min(self.chunk_size, (end - samples_consumed) // self.ctx.world_size)
             for batch in (chunk,) if self.chunk_size == size else _split(chunk, size, rows):  # split
                 if mixes:
                     with keep_random_state():
-                        seed_everything(derive_seed(self.config.seed, epoch, self.ctx.rank, samples_consumed) % 2**32)
+                        seed_step(derive_seed(self.config.seed, epoch), samples_consumed, self.ctx.rank)
                         batch = self.hooks.mix(*batch)  # mix
                 if self.classes is None:
                     self.classes = check_batch(batch, self.dataset)
@@ -130,27 +155,24 @@ class EvalLoader(_Loader):
     """
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
-        self.part = part
-        self.part_name = {"val": "validation"}.get(part, part)
+        self.part, self.part_name = part, {"val": "validation"}.get(part, part)
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
-        batches = -(-self.length // self.chunk_size)
-        self.common_batches = batches // ctx.world_size  # that every rank has
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
-        size, everything = self.chunk_size, range(self.length)
-        starts = everything[self.ctx.rank * size :: self.ctx.world_size * size]
-        ours = [list(everything[start : start + size]) for start in starts]
-        for number, batch in enumerate(self._chunks(ours, EVALUATION)):
-            if number == 0:
-                check_batch(batch, self.dataset)
-            with keep_random_state():  # a model or a loss may draw random numbers: the same for any number of processes
-                position = number * self.ctx.world_size + self.ctx.rank
-                seed_everything(derive_seed(self.config.seed, EVALUATION, position) % 2**32)
+        everything, size = range(self.length), self.chunk_size
+        batches = [everything[start : start + size] for start in range(0, self.length, size)]
+        ours = [list(batch) for batch in batches[self.ctx.rank :: self.ctx.world_size]]
+        with keep_random_state():
+            for number, batch in enumerate(self._chunks(ours, EVALUATION)):
+                if number == 0:
+                    check_batch(batch, self.dataset)
+                # A model or a loss may draw random numbers: the same for any number of processes.
+                seed_step(self.config.seed, number * self.ctx.world_size + self.ctx.rank, EVALUATION)
                 yield batch
-            if number < self.common_batches and (decision := self.ctx.stop_sync.maybe_sync()):
-                raise StopRequested(decision)
+                if number < len(batches) // self.ctx.world_size and (decision := self.ctx.stop_sync.maybe_sync()):
+                    raise StopRequested(decision)
 
 
 def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:
@@ -165,19 +187,13 @@ def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -
 
 def _split(chunk: Any, batch_size: int, rows: int) -> Iterator[Any]:
     """Cut a chunk into batches. Each starts where a new tensor could: elsewhere, sums may be rounded differently."""
-    tensors: list[torch.Tensor] = []
-    map_tensors(chunk, tensors.append)
-    others = [leaf for leaf in leaves(chunk) if not isinstance(leaf, torch.Tensor | None)]
-    if others or any(tensor.dim() == 0 or len(tensor) != rows for tensor in tensors):
-        raise UsageError("a dataset with a chunk_size needs tensors with one row per sample; otherwise, leave it at 1")
+    for part in leaves(chunk):
+        if part is not None and not (isinstance(part, torch.Tensor) and part.shape[:1] == (rows,)):
+            raise UsageError("a dataset with a chunk_size needs tensors with one row per sample; or leave it at 1")
+
+    def cut(first: int, part: torch.Tensor) -> torch.Tensor:
+        batch = part[first : first + batch_size]
+        return batch if batch.data_ptr() % ALIGNMENT == 0 else batch.clone()
+
     for first in range(0, rows, batch_size):
-        yield map_tensors(chunk, lambda part, first=first: _aligned(part[first : first + batch_size]))
-
-
-def _aligned(part: torch.Tensor) -> torch.Tensor:
-    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
-
-
-def _as_it_is(batch: Any) -> Any:
-    """A SeededReader has collated it already."""
-    return batch
+        yield map_tensors(chunk, partial(cut, first))

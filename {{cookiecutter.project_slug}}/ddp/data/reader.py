@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from ddp.core.errors import PeerLost, UsageError, one_line
 from ddp.core.signals import STOP_SIGNALS, die_with_parent
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
-from ddp.distributed.seeds import derive_seed
+from ddp.distributed.seeds import derive_seed, keep_random_state
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0  # for a worker to start; six times as long at each further attempt
@@ -36,12 +35,10 @@ class SeededReader(Dataset):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
         self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
-        innermost = dataset
-        while isinstance(innermost, Subset):  # which passes __getitems__ on
-            innermost = innermost.dataset
-        self.name = type(innermost).__name__
-        self.one_by_one = getattr(type(innermost), "__getitems__", None) in (None, BatchDataset.__getitems__)
-        self.in_chunks = hooks_of(dataset).chunk_size > 1
+        while isinstance(dataset, Subset):  # which passes __getitems__ on
+            dataset = dataset.dataset
+        self.name = type(dataset).__name__
+        self.one_by_one = getattr(type(dataset), "__getitems__", None) in (None, BatchDataset.__getitems__)
         self.checked = False
 
     def __getitems__(self, indices: list[int]) -> Any:
@@ -50,15 +47,7 @@ class SeededReader(Dataset):
                 self._check(indices[0])
                 self.checked = True
             batch = self._read(indices)
-            if isinstance(batch, list):
-                batch = self._collate(batch, derive_seed(self.seed, self.epoch, *indices))
-        if get_worker_info() is None:
-            return batch
-        try:
-            return _Pickled(batch)
-        except (RuntimeError, OSError) as error:
-            reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
-            raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
+            return self._collate(batch, indices) if isinstance(batch, list) else batch
 
     def _check(self, index: int) -> None:
         """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly."""
@@ -83,10 +72,10 @@ class SeededReader(Dataset):
             raise UsageError(f"dataset {self.name} draws random numbers in __getitems__: {remedy}")
         return batch
 
-    def _collate(self, samples: list[Any], seed: int) -> Any:
+    def _collate(self, samples: list[Any], indices: list[int]) -> Any:
         if getattr(self.collate, "__func__", None) is not BatchDataset.collate:  # the owner's own
-            batch, draws = _call(self.collate, samples, seed)
-            if draws and self.in_chunks:  # after a resume, other samples are read together
+            batch, draws = _call(self.collate, samples, derive_seed(self.seed, self.epoch, *indices))
+            if draws and hooks_of(self.dataset).chunk_size > 1:  # after a resume, other samples are read together
                 raise UsageError(f"dataset {self.name} draws random numbers in collate: leave chunk_size at 1")
             return batch
         try:
@@ -105,16 +94,25 @@ class _Pickled:
         return pickle.loads, (self.content,)
 
 
+def hand_over(batch: Any) -> Any:
+    """Pickle a batch in a worker. It is collated already. Raises PeerLost if memory ran out, for example."""
+    try:
+        return batch if get_worker_info() is None else _Pickled(batch)
+    except (RuntimeError, OSError) as error:
+        reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
+        raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        one, other = list(one.items()), list(other.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(vars(one), vars(other)) if hasattr(one, "__dict__") else True
+        return same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}))
     try:
         if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
             return False
@@ -122,18 +120,6 @@ def same(one: Any, other: Any) -> bool:
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception:
         return True
-
-
-@contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch when the block ends."""
-    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
 
 
 def _seed(seed: int) -> None:

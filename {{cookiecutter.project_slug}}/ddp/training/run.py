@@ -24,7 +24,7 @@ from ddp.core.signals import stop_error, stop_signal
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.seeds import seed_rank, seed_step
+from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.output_dir import default_output_dir
 from ddp.training.run_log import RunLog, format_metrics
@@ -68,7 +68,6 @@ class Run:
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
         self.train_loader, self.meter = train_loader, parts["meter"]
         self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
-        seed_rank(self.config.seed, self.ctx.rank)
         self.resumed_from = self.checkpoints.resume(train_loader, parts)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
@@ -76,7 +75,12 @@ class Run:
         elif self.resumed_from is None:
             where = self.log.output_dir.checkpoints
             raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
+        self._seed_epoch()
         stop_signal.defer_to_step_end = True
+
+    def _seed_epoch(self) -> None:
+        """Seed what your code draws between two epochs: the same if the epoch is resumed in the middle."""
+        seed_step(self.config.seed, -1 - self.state.epoch_start, self.ctx.rank)  # no step has a negative number
 
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
@@ -161,7 +165,7 @@ class Run:
     def steps(self) -> Iterator[Any]:
         """The steps that are left of this epoch, up to --max-steps, each as its batches.
 
-        Before each, it seeds torch for the step and the rank, and sets the learning rate.
+        Before each, it seeds all generators for the step and the rank, and sets the learning rate.
         """
         state, loader = self.state, self.train_loader
         left_in_epoch = loader.sampler.steps_left(state.samples_consumed)
@@ -177,6 +181,7 @@ class Run:
             for schedule in self.schedules:
                 schedule.set(state.epoch + middle / loader.length)
             yield batches
+        seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.log.close_bar()
 
     def advance(self) -> None:
@@ -213,6 +218,7 @@ class Run:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
             state.logged_step = state.epoch_start = state.step
         self.save()
+        self._seed_epoch()
         if self._is_out_of_patience():
             log.info(f"stopping early: no better validation metric in {state.epochs_since_best} epochs (--patience)")
 

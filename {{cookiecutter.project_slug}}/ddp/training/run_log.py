@@ -116,8 +116,9 @@ class RunLog:
         about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
         with self.throughput.paused():  # the first line starts TensorBoard
             self._write(step, "train", {"epoch": self.state.epoch + 1, **about}, metrics)
-            if self.metrics is not None and (images := loader.take_example()) is not None:
-                self.metrics.write_images(images, step)
+            if self.metrics is not None and loader.example is not None:
+                self.metrics.write_images(loader.example, step)
+                loader.example = None
         self.state.logged_step, self.last_train = step, f"train since step {first:,}  {format_metrics(metrics)}"
         if on_console:
             figures = f"{format_metrics(metrics)}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
