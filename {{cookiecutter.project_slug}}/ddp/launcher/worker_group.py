@@ -8,7 +8,7 @@ output_dir  the output directory, once the worker has joined the others
 saved       the step of the last checkpoint, after each save, so that a killed worker leaves it as well
 done        empty; the worker succeeded
 error.json  the worker failed: {"message": {"message": ..., "errorCode": ..., "extraInfo": {...}}}, where extraInfo has
-            "cause" (false if another rank failed first), "timestamp", and "saved" as above
+            "cause" (false if another rank failed first) and "timestamp"
 
 The agent sends its workers nothing but a signal: to save and exit.
 """
@@ -213,7 +213,6 @@ class WorkerGroup(WorkerProcesses):
         unexplained = RunResult(code, "a process failed", restartable=True, reported=False)
         result = next((result for applies, result in table if applies), unexplained)
         steps = [int(text) for text in self._read("saved") if text.isdigit()]
-        steps += [error["saved"] for error in errors if isinstance(error.get("saved"), int)]
         return replace(result, saved_step=max(steps, default=None))
 
     def _errors(self) -> list[dict[str, Any]]:
