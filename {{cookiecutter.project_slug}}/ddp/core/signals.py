@@ -206,7 +206,9 @@ def is_alive(pid: int) -> bool:
 
 def killed_by(exit_code: int) -> str:
     """`killed by SIGKILL; if memory ran out, dmesg reports it`, for the negative exit code of a process."""
-    name = signal.Signals(-exit_code).name
-    hints = {"SIGKILL": "; if memory ran out, dmesg reports it"}
-    hints["SIGABRT"] = "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
-    return f"killed by {name}{hints.get(name, '')}"
+    hints = {
+        signal.SIGKILL: "; if memory ran out, dmesg reports it",
+        signal.SIGABRT: "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
+    }
+    number = signal.Signals(-exit_code)
+    return f"killed by {number.name}{hints.get(number, '')}"

@@ -20,13 +20,12 @@ from ddp.core.process_exit import exit_process, process_exit, tell_launcher, tra
 from ddp.core.rank_logs import console
 from ddp.core.run_config import CHECK_VARIABLE, RunConfig, output_dirs
 from ddp.core.signals import SignalHandler, killed_by, stop_signal
-from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env
+from ddp.distributed.rank_env import VARIABLES, Launcher, RankEnv, find_rank_env
 from ddp.distributed.store import report_early_failure
 from ddp.entrypoint import preflight
 from ddp.launcher.worker_group import WorkerProcesses
 
 Main = Callable[[Any, RankEnv], None]  # with the Config of config.py
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # to report errors before the rank is known
 
 
 def launch(main: Main, config_class: type[RunConfig]) -> NoReturn:
@@ -38,7 +37,8 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
     """Exit with the exit code that `command` returns; a UserError is printed as one line."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    # To report an error before the rank is known. The first variable of each launcher holds it.
+    rank = next((os.environ[first] for first, *_ in VARIABLES.values() if first in os.environ), "0")
     process_exit.rank = int(rank) if rank.isdigit() else 0
     try:
         code = command()
