@@ -91,10 +91,9 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
-        if message.startswith("unrecognized"):
-            unknown = re.split("[ =]", message.removeprefix("unrecognized arguments: "))[0]
+        if unknown := re.match("unrecognized arguments: ([^ =]+)", message):
             known = getattr(self, "_option_string_actions", ())  # a private name
-            near = get_close_matches(unknown, known, n=1, cutoff=0.75) if unknown.startswith("--") else []
+            near = get_close_matches(unknown[1], known, n=1, cutoff=0.75)
             message += "".join(f" (did you mean {name}?)" for name in near) + self.unknown_hint
         raise UsageError(f"{message}; see --help")
 

@@ -45,7 +45,6 @@ def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
     to_file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop the run
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(to_file)
-    logger.setLevel(logging.INFO)
     # Of what is printed by hand, the console shows only rank 0's.
     sys.stdout = file if rank else _Tee(consoles[0], file)  # type: ignore[assignment]
     sys.stderr = _Tee(consoles[1], file)  # type: ignore[assignment]

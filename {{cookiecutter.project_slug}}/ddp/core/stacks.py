@@ -50,8 +50,10 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
             owned.append(frame)
         elif not owned and not frame.name.startswith("_") and frame.name not in WRAPPERS:
             inner = f" ({frame.name})"
-    callers = [f", called from {_place(frame)}" for frame in owned[1:] if frame.name != owned[0].name]
-    return f"{_place(owned[0])}{inner}{''.join(callers[:1])}" if owned else ""
+    if not owned:
+        return ""
+    caller = next((f", called from {_place(frame)}" for frame in owned if frame.name != owned[0].name), "")
+    return f"{_place(owned[0])}{inner}{caller}"
 
 
 def dump_stacks(rank: int, main: list[FrameSummary] | None = None) -> None:
