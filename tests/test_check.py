@@ -64,7 +64,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
     assert abs(float(second[9].split()[0])) < 5, "one clock for both"
     assert "warning: gpu1 has none, gpu2 has 2 x Imaginary 9000" in shown
     for name in ("all_reduce", "all_gather", "broadcast"):
-        assert re.search(rf"^{name} +right +[\d.]+ ms  [\d.]+ GB/s  \(of \d+ [KM]iB\)$", shown, re.MULTILINE), shown
+        assert re.search(rf"^{name} +right +[\d.]+ ms  [\d.]+ GB/s  \(of \d+ MiB\)$", shown, re.MULTILINE), shown
     assert shown.endswith("\nall checks passed: run the same command without --check to train\n")
     assert not (tmp_path / "out").exists(), "nothing is written"
 
@@ -260,7 +260,7 @@ def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
             collective(tensor, ctx)
             tensor.add_(ctx.rank == 1 and tensor.numel() == 3027)
 
-        preflight.MAX_BYTES = preflight.MIN_BYTES
+        preflight.MAX_MIB = preflight.MIN_MIB
         collective, share = preflight.COLLECTIVES[name]
         preflight.COLLECTIVES[name] = (damaged, share)
         return run_as_rank(preflight.check, Config.parse(["--device=cpu"]), env)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from traceback import FrameSummary as Frame
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from template_copy import copy_template
 
 from config import Config
-from ddp.core.stacks import PROJECT, Frame, call_site, format_stack, is_owner_file, main_stack, waits_for_work
+from ddp.core.files import PROJECT_DIR
+from ddp.core.stacks import call_site, format_stack, is_owner_file, main_stack, waits_for_work
 from ddp.distributed import rank_reports, stop_sync
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import (
@@ -359,9 +361,9 @@ def test_what_is_said_about_a_wait() -> None:
 
 
 def test_the_line_of_the_owner() -> None:
-    launch = str(PROJECT / "ddp/entrypoint/run_main.py")
-    package, torch_file = str(PROJECT / "ddp/training/meter.py"), torch.__file__
-    main, model, elsewhere = str(PROJECT / "main.py"), str(PROJECT / "models/net.py"), "/srv/lab/losses.py"
+    launch = str(PROJECT_DIR / "ddp/entrypoint/run_main.py")
+    package, torch_file = str(PROJECT_DIR / "ddp/training/meter.py"), torch.__file__
+    main, model, elsewhere = str(PROJECT_DIR / "main.py"), str(PROJECT_DIR / "models/net.py"), "/srv/lab/losses.py"
     assert [is_owner_file(file) for file in (package, torch_file, threading.__file__, "<string>", main, elsewhere)] == [
         *(False,) * 4,
         *(True,) * 2,
@@ -391,9 +393,9 @@ def test_the_line_of_the_owner() -> None:
 
 def test_stacks_leave_out_threads_that_wait_for_work() -> None:
     """But not one that saves, or that the owner started."""
-    wait, save = Frame(threading.__file__, 5, "wait"), Frame(str(PROJECT / "ddp/core/files.py"), 9, "write")
-    main, pin = Frame(str(PROJECT / "main.py"), 7, "upload"), Frame(torch.__file__, 3, "do_one_step")
-    stacks = [[wait], [Frame(save.file, 1, "_watch"), wait], [wait, main], [save, wait], [pin, wait], []]
+    wait, save = Frame(threading.__file__, 5, "wait"), Frame(str(PROJECT_DIR / "ddp/core/files.py"), 9, "write")
+    main, pin = Frame(str(PROJECT_DIR / "main.py"), 7, "upload"), Frame(torch.__file__, 3, "do_one_step")
+    stacks = [[wait], [Frame(save.filename, 1, "_watch"), wait], [wait, main], [save, wait], [pin, wait], []]
     assert [waits_for_work(stack) for stack in stacks] == [True, True, False, False, False, False]
 
 

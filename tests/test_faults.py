@@ -287,6 +287,29 @@ def test_a_second_signal_ends_the_process_at_once(small: None, number: int, tmp_
     assert status(tmp_path)["state"] == "failed"
 
 
+@fault(9, 10)
+def test_a_signal_to_another_rank_is_not_the_first_one_of_this_rank(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user signals all ranks, one after another: the second rank is already saving, and completes it."""
+    save = Run.save
+
+    def save_slowly(run: Run) -> None:
+        print("saving", flush=True)
+        time.sleep(2.5)
+        save(run)
+
+    monkeypatch.setattr(Run, "save", save_slowly)
+    ranks = start_faulty(2, lambda rank, number: time.sleep(0.05), "--log-every", 1, "--output-dir", tmp_path)
+    wait_for_text(ranks, "step   2/200")
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    wait_for_text(ranks, "saving")
+    time.sleep(1.3)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    assert ranks.wait(30) == [75, 75], ranks.output()
+    assert len(checkpoints(tmp_path)) == 1
+
+
 @fault(9)
 def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """One rank waits for another that never joins: there is nothing to save."""

@@ -706,6 +706,19 @@ def test_a_process_that_does_not_handle_signals_yet_is_not_reported_as_killed(
     assert re.fullmatch(r"rank 1: its process \d+ was killed by SIGKILL.*\n", capfd.readouterr().err)
 
 
+@fault(1)
+@pytest.mark.parametrize("count", [1, 2])
+def test_nproc_exits_with_8_if_all_its_processes_were_killed(count: int) -> None:
+    """As launch_node.sh does: no rank is left to report it."""
+    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(count)]
+    for process in processes:
+        process.start()
+        os.kill(process.pid or 0, signal.SIGKILL)
+    ranks, requests = SpawnedRanks(processes), SignalHandler()
+    ranks.watch(requests)
+    assert ranks.exit_code(requests) == 8
+
+
 LOST, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}
 ENDS: list[tuple[int, bool, list[dict[str, Any]], RunResult]] = [
     # torchrun's exit code, whether a stop was requested, the files of each worker, what follows

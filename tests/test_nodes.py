@@ -33,8 +33,9 @@ folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
 rank, started = int(os.environ["RANK"]), pathlib.Path(os.environ["STUB"])
 with (started / f"rounds-{rank}").open("a") as file: file.write("x")
 turn = (started / f"rounds-{rank}").stat().st_size
-def end(code, **info):
-    info = {"timestamp": str(int(time.time())), "rank": rank, "cause": True, "saved": None, **info}
+def end(code, saved=None, **info):
+    if saved is not None: (folder / "saved").write_text(str(saved))
+    info = {"timestamp": str(int(time.time())), "cause": True, **info}
     message = {"message": f"rank {rank} has ended with {code}", "errorCode": code, "extraInfo": info}
     (folder / ("error.json" if code else "done")).write_text(json.dumps({"message": message}))
     os._exit(code)

@@ -36,9 +36,9 @@ class UserError(Exception):
     exit_code: int = ExitCode.BUG
     on_every_rank = False  # whether all ranks raise the same error: then only rank 0 prints it
 
-    def __init_subclass__(cls, exit_code: int | None = None, on_every_rank: bool = False) -> None:
-        cls.exit_code = cls.exit_code if exit_code is None else exit_code
-        cls.on_every_rank = cls.on_every_rank or on_every_rank
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(cls, name, value)
 
 
 class UsageError(UserError, exit_code=ExitCode.USAGE, on_every_rank=True):
@@ -68,13 +68,9 @@ class StorageError(UserError, exit_code=ExitCode.STORAGE):
 class PeerLost(UserError, exit_code=ExitCode.PEER_LOST):
     """Another process of the run is gone or does not respond."""
 
-    hang = False
-
 
 class RankHangs(PeerLost):
     """No process is gone: one of them is stuck. All ranks print their stacks."""
-
-    hang = True
 
 
 class CollectiveMismatch(RankHangs, exit_code=ExitCode.BUG):

@@ -73,22 +73,22 @@ def storage_errors(path: Path, needed: int | None = None) -> Iterator[None]:
 
 def write_status(output_dir: Path, **status: Any) -> None:
     """Replace status.json, and record the process that wrote it."""
+    path = output_dir / "status.json"
     status |= {"pid": os.getpid(), "host": platform.node()}
     try:
-        write_json(output_dir / "status.json", status)
+        write_json(path, status)
     except OSError:
         if not status.get("exit_code"):
             raise
         # At the end of a failed run the disk may be full: overwrite the old file in place, or leave it as it is.
         with suppress(OSError):
-            (output_dir / "status.json").write_text(json.dumps(status, indent=2) + "\n")
+            path.write_text(json.dumps(status))
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
     """The content of status.json; empty if there is none on this machine."""
-    with suppress(OSError, ValueError):
-        if isinstance(status := json.loads((output_dir / "status.json").read_text()), dict):
-            return status
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((output_dir / "status.json").read_text()))
     return {}
 
 
@@ -96,10 +96,10 @@ def correct_status(output_dir: Path, dead_pids: Collection[int], exit_code: int,
     """If status.json reports one of `dead_pids` as running, record how the run ended instead."""
     status = read_status(output_dir)
     ours = status.get("host") == platform.node() and status.get("pid") in dead_pids
-    if status.get("state") == "running" and ours:
-        status |= {"state": "stopped" if exit_code == ExitCode.STOPPED else "failed"}
+    if ours and status.get("state") == "running":
+        state = "stopped" if exit_code == ExitCode.STOPPED else "failed"
         with suppress(OSError):
-            write_json(output_dir / "status.json", status | {"exit_code": exit_code, "message": message})
+            write_status(output_dir, **status | {"state": state, "exit_code": exit_code, "message": message})
 
 
 def hash_source_files(project: Path = PROJECT_DIR) -> dict[str, str]:
@@ -109,6 +109,8 @@ def hash_source_files(project: Path = PROJECT_DIR) -> dict[str, str]:
         with suppress(OSError):
             if folder.name[0] != "." and folder.name != "tests" and any(folder.glob("*.py")):
                 files += folder.rglob("*.py")
-    files = sorted(file for file in files if file.is_file())  # an editor's lock, .#main.py, is a link to nothing
-    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
-    return {f"the file {file.relative_to(project)}": digits for file, digits in hashes.items()}
+    return {
+        f"the file {file.relative_to(project)}": hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in sorted(files)
+        if file.is_file()  # an editor's lock, .#main.py, is a link to nothing
+    }

@@ -23,9 +23,7 @@ OF_ONE_PROCESS = ("rank", "world_size", "local_rank", "init_method")  # in confi
 
 def number(kind: type, min: float = -HUGE, max: float = HUGE, *, above: float | None = None) -> Callable[[str], Any]:
     """A reader of numbers from `min`, or of those larger than `above`, to `max`."""
-    least = min if above is None else above
-    allowed = f"{'an integer' if kind is int else 'a number'} {'>=' if above is None else '>'} {least:g}"
-    allowed += "" if max == HUGE else f" and <= {max:.12g}"
+    least, sign = (min, ">=") if above is None else (above, ">")
 
     def read(text: str) -> Any:
         try:
@@ -33,8 +31,9 @@ def number(kind: type, min: float = -HUGE, max: float = HUGE, *, above: float | 
         except ValueError:
             value = math.nan
         if not least <= value <= max or value == above:  # nan is in no range
-            too_large = math.inf > value > HUGE == max
-            raise argparse.ArgumentTypeError(f"{text!r} is too large" if too_large else f"{text!r} must be {allowed}")
+            limit = f" and <= {max:.12g}" if max < HUGE or value > max else ""
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} must be {what} {sign} {least:g}{limit}")
         return value
 
     return read
@@ -86,14 +85,15 @@ class OptionParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([with_hyphens(word) for word in words], namespace)
+        # --batch_size=8 is --batch-size=8; the value keeps its underscores.
+        words = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
-        if message.startswith("unrecognized"):
-            unknown = re.split("[ =]", message.removeprefix("unrecognized arguments: "))[0]
+        if unknown := re.match("unrecognized arguments: ([^ =]+)", message):
             known = getattr(self, "_option_string_actions", ())  # a private name
-            near = get_close_matches(unknown, known, n=1, cutoff=0.75) if unknown.startswith("--") else []
+            near = get_close_matches(unknown[1], known, n=1, cutoff=0.75)
             message += "".join(f" (did you mean {name}?)" for name in near) + self.unknown_hint
         raise UsageError(f"{message}; see --help")
 
@@ -104,28 +104,25 @@ class OptionParser(argparse.ArgumentParser):
             rules, hint = item.metadata, hints[item.name]
             kind = (get_args(hint) or [hint])[0]  # int | None -> int
             assert kind is bool or kind in METAVARS, f"{item.name}: annotate an option as bool, int, float or str"
-            if rules["section"] not in self.sections:
-                self.sections[rules["section"]] = self.add_argument_group(rules["section"])
-            default = "" if kind is bool or item.default in (None, "") else f" (default: {item.default})"
-            variable = f" [{rules['variable']}]" if rules["variable"] else ""
-            settings = {"help": (rules["help"] + default + variable).replace("%", "%%")}
+            notes = "" if kind is bool or item.default in (None, "") else f" (default: {item.default})"
+            notes += f" [{rules['variable']}]" if rules["variable"] else ""
+            settings: dict[str, Any] = {"help": (rules["help"] + notes).replace("%", "%%")}
             if kind is bool:
                 settings["action"] = "store_true"
             elif rules["choices"]:
                 settings["choices"] = rules["choices"]
             else:
                 settings["metavar"] = rules["metavar"] or METAVARS[kind]
-                readers = {str: path if rules["metavar"] == "PATH" else str}
-                settings["type"] = readers.get(kind) or number(kind, rules["min"], rules["max"], above=rules["above"])
+                text = path if rules["metavar"] == "PATH" else str
+                settings["type"] = (
+                    text if kind is str else number(kind, rules["min"], rules["max"], above=rules["above"])
+                )
             names = filter(None, [flag_of(item.name), rules["alias"]])
             value = os.environ.get(rules["variable"]) or argparse.SUPPRESS  # read like an argument, which wins
-            self.sections[rules["section"]].add_argument(*names, default=value, **settings)
-
-
-def with_hyphens(argument: str) -> str:
-    """`--batch_size=8` -> `--batch-size=8`; the value keeps its underscores."""
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value if argument.startswith("--") else argument
+            section = rules["section"]
+            if section not in self.sections:
+                self.sections[section] = self.add_argument_group(section)
+            self.sections[section].add_argument(*names, default=value, **settings)
 
 
 def file_arguments(path: str) -> list[str]:
@@ -137,20 +134,19 @@ def file_arguments(path: str) -> list[str]:
             from tomllib import loads
         options = loads(Path(path).read_text())
     except ImportError as error:
-        raise UsageError(f"--config {path}: TOML needs Python 3.11 or newer; write it as JSON") from error
+        raise UsageError("TOML needs Python 3.11 or newer; write it as JSON") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--config {path}: cannot be read as {kind}: {reason}") from error
+        raise UsageError(f"cannot be read as {kind}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(options, dict):
-        raise UsageError(f"--config {path}: needs names and values of options")
-    if isinstance(options.get("options"), dict):  # config.json of a run
-        options = {name: value for name, value in options["options"].items() if name not in OF_ONE_PROCESS}
+        raise UsageError("needs names and values of options")
+    if isinstance(of_run := options.get("options"), dict):  # config.json of a run
+        options = {name: value for name, value in of_run.items() if name not in OF_ONE_PROCESS}
     words = []
     for name, value in options.items():
         if name == "config":
-            raise UsageError(f"--config {path}: a file cannot name another one")
+            raise UsageError("a file cannot name another one")
         if not isinstance(value, str | int | float | None):
-            raise UsageError(f"--config {path}: {name} must be one value, such as lr = 0.1")
+            raise UsageError(f"{name} must be one value, such as lr = 0.1")
         if isinstance(value, bool):
             words += [flag_of(name)] * value
         elif value is not None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from traceback import extract_tb
 from typing import NoReturn
 
 from ddp.core.errors import (
@@ -27,7 +28,7 @@ from ddp.core.errors import (
     report_error,
 )
 from ddp.core.files import atomic_write
-from ddp.core.stacks import is_owner_file, stack_of_error
+from ddp.core.stacks import is_owner_file
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
@@ -42,72 +43,63 @@ class ProcessExit:
     def __init__(self) -> None:
         self.rank, self.report_grace_s = 0, REPORT_GRACE_S
         self.exiting_with: int | None = None  # the exit code, once it is known
-        self.resolving = False  # this process failed and is looking for the root cause
         self.signalled = threading.Event()  # set when the launcher signals a process that is already exiting
-        self.step: int | None = None  # the last step, for the launcher's record
         self.saved_step: int | None = None  # the step of the last checkpoint on disk
         # Called with (exit code, message) before an immediate exit, so that the run can record it.
         self.on_hard_exit: Callable[[int, str], None] = lambda code, message: None
         # Tells the other ranks about an error, or learns that another rank failed first. Returns the root cause.
         self.resolve_root_cause: Callable[[BaseException], BaseException] = lambda error: error
 
-    def start(self, rank: int, report_grace_s: float = REPORT_GRACE_S) -> None:
-        """Begin a process that has just learned its rank: tell the launcher its process id."""
-        self.rank, self.report_grace_s = rank, report_grace_s
-        _write_worker_file("pid", str(os.getpid()))
-
     def record_saved(self, step: int) -> None:
         """Record that the checkpoint of `step` is on disk: the launcher counts restarts anew when steps progress."""
         self.saved_step = step
-        _write_worker_file("saved", str(step))
-
-    def record_output_dir(self, output_dir: str) -> None:
-        """Tell the launcher where this run writes."""
-        if output_dir:  # not in --check
-            _write_worker_file("output_dir", os.path.abspath(output_dir))
+        tell_launcher("saved", str(step))
 
     def succeed(self) -> int:
         """Record success. Returns the exit code."""
         self.exiting_with = 0
-        _write_worker_file("done", "")
+        tell_launcher("done", "")
         return 0
 
     def handle_exception(self, error: BaseException) -> int:
         """Print `error`, record it for the launcher, return the exit code. Only a bug is printed with its traceback."""
-        code = self.exiting_with = exit_code_of(error)
-        if code != 0:
-            self._write_error_file(error, code)
+        code = self._record(error)
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
                 print_line(error.code, self.rank)
         elif not hasattr(error, "exit_code"):
             print_line("".join(traceback.format_exception(error)).rstrip(), self.rank)
-        elif self.rank == 0 or not getattr(error, "on_every_rank", False):
-            report_error(error, self.rank)
-        elif not isinstance(error, Stopped | PeerLost):
+        elif not self._report(error) and not isinstance(error, Stopped | PeerLost):
             self.signalled.wait(self.report_grace_s)  # rank 0 prints it
         return code
 
-    def hard_exit(self, error: BaseException, *, silent: bool = False) -> NoReturn:
+    def hard_exit(self, error: BaseException) -> NoReturn:
         """Exit now, from another thread, whatever the main thread does: it may be blocked for good."""
-        code = self.exiting_with = exit_code_of(error)
-        if not silent:
-            report_error(error, self.rank)
+        code = self._record(error)
+        self._report(error)
         with suppress(Exception):
             self.on_hard_exit(code, one_line(error))
-        self._write_error_file(error, code)
-        exit_now(code)
+        os._exit(code)
 
-    def _write_error_file(self, error: BaseException, code: int) -> None:
+    def _report(self, error: BaseException) -> bool:
+        """Print `error`, unless rank 0 prints the same. Returns whether this rank has."""
+        prints = self.rank == 0 or not getattr(error, "on_every_rank", False)
+        if prints:
+            report_error(error, self.rank)
+        return prints
+
+    def _record(self, error: BaseException) -> int:
         """Write torchrun's error file, from which torchrun and launch_node.sh learn what happened."""
-        info = {"timestamp": str(int(time.time())), "rank": self.rank, "cause": not isinstance(error, PeerFailed)}
-        info |= {"step": self.step, "saved": self.saved_step}
-        message = {"message": {"message": one_line(error), "errorCode": code, "extraInfo": info}}
-        _write_worker_file(os.path.basename(os.environ.get(ERROR_FILE_VARIABLE, "")), json.dumps(message))
+        code = self.exiting_with = exit_code_of(error)
+        if code != 0:
+            info = {"timestamp": str(int(time.time())), "cause": not isinstance(error, PeerFailed)}
+            message = {"message": one_line(error), "errorCode": code, "extraInfo": info}
+            tell_launcher("error.json", json.dumps({"message": message}))
+        return code
 
 
-def _write_worker_file(name: str, text: str) -> None:
-    """Write to the directory of torchrun's error file; do nothing in a process that a worker started."""
+def tell_launcher(name: str, text: str) -> None:
+    """Write a file to the directory of torchrun's error file; worker_group.py lists them. Nothing without torchrun."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file and "LOCAL_RANK" in os.environ:
         with suppress(OSError), atomic_write(Path(error_file).with_name(name), "w") as file:
@@ -124,17 +116,16 @@ def translate_exception(error: BaseException) -> BaseException:
     """
     if hasattr(error, "exit_code"):
         return error
-    text, trace = str(error), stack_of_error(error.__traceback__)
-    own = next((frame for frame in trace if is_owner_file(frame.file)), None)
-    where = f" ({os.path.basename(own.file)}, line {own.line})" if own else ""
-    killed = isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
+    text, trace = str(error), extract_tb(error.__traceback__)
+    own = [frame for frame in trace if is_owner_file(frame.filename)]
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
     # A worker can also die while it hands over a batch. An error that a dataset raises has "Caught" in its message.
     disconnected = isinstance(error, ConnectionError | EOFError) and "Caught" not in text
-    if killed or (disconnected and any(frame.file.endswith("torch/utils/data/dataloader.py") for frame in trace)):
+    disconnected &= any(frame.filename.endswith("torch/utils/data/dataloader.py") for frame in trace)
+    if disconnected or (isinstance(error, RuntimeError) and text.startswith("DataLoader worker")):
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
-    operation, found, _ = text.partition(" does not have a deterministic implementation")
-    if found:
-        lacks = f"{operation.splitlines()[-1].rpartition(': ')[2]}{where} has no deterministic form on this device"
+    if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
+        lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
     if isinstance(error, IndexError) and (label := re.match(r"Target (-?\d+) is out of bounds", text)):
         remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"
@@ -158,9 +149,4 @@ def exit_process(code: int) -> NoReturn:
     with suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
-    exit_now(code)
-
-
-def exit_now(code: int) -> NoReturn:
-    """Exit without any clean-up, from any thread."""
     os._exit(code)

@@ -22,32 +22,32 @@ def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
     """Write what this rank prints to its own file from now on, if its launcher asks for that."""
     if RANK_LOGS_VARIABLE not in os.environ:
         return
-    path, when = rank_log_path(output_dir, rank), time.strftime("%Y-%m-%d %H:%M:%S")
+    path = rank_log_path(output_dir, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-        file.write(f"---- {when}  rank {rank} of {world_size} on {platform.node()}, process {os.getpid()} ----\n")
+        when, where = time.strftime("%Y-%m-%d %H:%M:%S"), f"{platform.node()}, process {os.getpid()}"
+        file.write(f"---- {when}  rank {rank} of {world_size} on {where} ----\n")
     except OSError as error:
         log.warning("warning: no log of this rank: cannot write %s: %s", path, error.strerror)
         return
-    streams = []
+    consoles = []
     for stream in (sys.stdout, sys.stderr):  # what C code writes to their descriptors goes to the file
         stream.flush()
-        former = os.dup(stream.fileno())
-        streams.append(os.fdopen(former, "w", buffering=1, encoding=stream.encoding, errors=stream.errors))
+        copy = os.dup(stream.fileno())
+        consoles.append(os.fdopen(copy, "w", buffering=1, encoding=stream.encoding, errors=stream.errors))
         os.dup2(file.fileno(), stream.fileno())
     logger = logging.getLogger("ddp")
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setStream(streams[0])
+            handler.setStream(consoles[0])
     to_file = logging.StreamHandler(file)
     to_file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop the run
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(to_file)
-    logger.setLevel(logging.INFO)
     # Of what is printed by hand, the console shows only rank 0's.
-    sys.stdout = file if rank else _Tee(streams[0], file)  # type: ignore[assignment]
-    sys.stderr = _Tee(streams[1], file)  # type: ignore[assignment]
+    sys.stdout = file if rank else _Tee(consoles[0], file)  # type: ignore[assignment]
+    sys.stderr = _Tee(consoles[1], file)  # type: ignore[assignment]
     faulthandler.enable(file)
 
 

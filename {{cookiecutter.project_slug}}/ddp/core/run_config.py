@@ -93,9 +93,8 @@ class RunConfig:
         parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
         given = vars(parser.parse_args(arguments))
         if file := given.pop("config", None):
-            words = file_arguments(file)
             try:
-                given = vars(parser.parse_args(words)) | given
+                given = vars(parser.parse_args(file_arguments(file))) | given
             except UsageError as error:
                 raise UsageError(f"--config {file}: {error}") from error
         config = cls(**given)
@@ -116,15 +115,14 @@ class RunConfig:
         if self.init_method is not None and (url is None or not 0 < int(url[1] or 1) < 65536):
             raise UsageError(f"--init-method: {self.init_method!r} is not tcp://HOST:PORT or file:///PATH")
         by_hand = {"--rank": self.rank, "--world-size": self.world_size, "--init-method": self.init_method}
-        missing = [name for name, value in by_hand.items() if value is None]
-        given = [name for name in by_hand if name not in missing]
-        if given and missing:
-            raise UsageError(f"{', '.join(given)} needs {', '.join(missing)} as well: pass all three, or none")
+        given = [name for name, value in by_hand.items() if value is not None]
+        if given and len(given) < len(by_hand):
+            raise UsageError(f"{', '.join(given)}: pass all of {', '.join(by_hand)}, or none of them")
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise UsageError(f"--rank {self.rank} must be below --world-size {self.world_size}")
         if self.nproc is not None:
             if given or self.local_rank is not None:
-                others = "--rank, --world-size, --local-rank and --init-method"
+                others = ", ".join([*by_hand, "--local-rank"])
                 raise UsageError(f"--nproc starts the processes itself: remove {others}")
             check_process_count("--nproc", self.nproc)
         is_path = self.resume not in RESUME_WORDS
@@ -153,9 +151,9 @@ class RunConfig:
 def hyperparameters(config: RunConfig) -> dict[str, Any]:
     """The options that have a value and may change the result of a run."""
     fields = [item for item in dataclasses.fields(config) if item.metadata["section"] in ("data", "training")]
-    values = {item.name: getattr(config, item.name) for item in fields if not item.metadata["per_process"]}
-    values |= {"seed": config.seed, "precision": config.precision}
-    return {name: value for name, value in values.items() if value is not None and name != "evaluate"}
+    names = [item.name for item in fields if not item.metadata["per_process"] and item.name != "evaluate"]
+    values = {name: getattr(config, name) for name in (*names, "seed", "precision")}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def output_dirs(output_dir: str) -> list[Path]:

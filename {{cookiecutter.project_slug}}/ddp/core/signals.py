@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from ddp.core.errors import PeerFailed, PeerLost, QuitImmediately, Stopped, UserError
-from ddp.core.process_exit import exit_now, process_exit
+from ddp.core.errors import PeerLost, QuitImmediately, Stopped, UserError
+from ddp.core.process_exit import process_exit
 from ddp.core.stacks import dump_stacks
 
 log = logging.getLogger(__name__)
@@ -33,51 +34,34 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class SignalHandler:
-    """Requests to stop: the first asks for an orderly stop, a second one for an immediate exit.
-
-    Subclasses override the hooks `reason_for` (what the first signal means), `on_first` and `on_second`.
-    """
+    """Signals that this process receives: the first asks for an orderly stop, a second one for an immediate exit."""
 
     def __init__(self) -> None:
-        self.reason: int | None = None  # the first signal, or another reason to stop; None until then
-        self.text = ""  # why, in words, if the program asked for the stop
+        self.first: signal.Signals | None = None
         self.second: signal.Signals | None = None
-        self.requested_at = 0.0
+        self.first_at = 0.0
 
-    @property
-    def first(self) -> signal.Signals | None:
-        return None if self.reason is None else signal.Signals(self.reason)
-
-    def install(self, in_thread: bool = False) -> None:
-        """Receive STOP_SIGNALS from now on; with `in_thread`, a thread calls `receive`. nohup keeps SIGHUP ignored."""
+    def install(self, handler: Any = None) -> None:
+        """Receive STOP_SIGNALS from now on. nohup keeps SIGHUP ignored."""
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, (lambda *_: None) if in_thread else self.receive)
-                signal.siginterrupt(number, not in_thread)  # Python runs no handler while a system call waits
+                signal.signal(number, handler or self.receive)
 
     def receive(self, number: int, frame: Any = None) -> None:
         """Count one request. A repetition within REPEAT_INTERVAL_S is the same request."""
-        if self.reason is None:
-            self.mark_requested(self.reason_for(number))
+        if self.first is None:
+            self.first, self.first_at = signal.Signals(number), time.monotonic()
             self.on_first()
-        elif time.monotonic() - self.requested_at > REPEAT_INTERVAL_S:
+        elif time.monotonic() - self.first_at > REPEAT_INTERVAL_S:
             self.second = signal.Signals(number)
             self.on_second()
-
-    def mark_requested(self, reason: int, text: str = "") -> None:
-        """A stop was requested, here or on another rank: the next signal counts as the second one."""
-        if self.reason is None:
-            self.requested_at, self.text, self.reason = time.monotonic(), text, reason
-
-    def reason_for(self, number: int) -> int:
-        return number
 
     def on_first(self) -> None: ...
     def on_second(self) -> None: ...
 
 
 class StopSignal(SignalHandler):
-    """What asks this rank to stop. `reason` is a signal, LAUNCHER_GONE or None. There is one instance, below.
+    """What asks this rank to stop. There is one instance, below.
 
     A thread reads the signals from a pipe, to which Python writes them at once; handlers do not run while the main
     thread waits in a collective.
@@ -85,12 +69,13 @@ class StopSignal(SignalHandler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reason: int | None = None  # a signal, to any rank, or LAUNCHER_GONE; None until then
+        self.text = ""  # why, in words, if the program asked for the stop
+        self.requested_at = 0.0
         self.defer_to_step_end = False  # True while a stop can wait for the end of a step
-        self.announced = False
-        self.late_at: float | None = None  # when a signal reached a process that was already exiting
+        self.announced = False  # or need not be, because the run fails
         self.parent: int | None = None  # the launcher's process id; 0 if it is in another PID namespace
         self.deadline: tuple[float, BaseException] | None = None
-        self.mask: set[Any] = set()  # of blocked signals, while the process forks
 
     def listen(self, parent: int | None = None) -> None:
         """Receive signals from now on; with `parent`, the launcher's process id, also stop when it is gone."""
@@ -101,23 +86,19 @@ class StopSignal(SignalHandler):
         pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        self.install(in_thread=True)
+        self.install(lambda *_: None)
+        for number in STOP_SIGNALS:  # Python runs no handler while a system call waits
+            signal.siginterrupt(number, False)
         # A signal to a forked process, such as one of a Pool, is no request to the rank, whose pipe it shares.
-        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forget)
+        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
+        unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore_signals)
         threading.Thread(target=self._watch, args=(pipe,), name="stop signal", daemon=True).start()
 
-    def _block(self) -> None:
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-    def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-
-    def _forget(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-        self._unblock()
+    def mark_requested(self, reason: int | None, text: str = "") -> None:
+        """A stop was requested: by a signal to this rank, by the program, or on another rank."""
+        if self.reason is None:
+            self.requested_at, self.text, self.reason = time.monotonic(), text, reason
 
     @contextmanager
     def watchdog(self, seconds: float, error: BaseException) -> Iterator[None]:
@@ -136,11 +117,10 @@ class StopSignal(SignalHandler):
                     if number in STOP_SIGNALS:
                         self.receive(number)
             if self.reason is None and self._launcher_gone():
-                self.receive(LAUNCHER_GONE)
+                self.receive(signal.SIGTERM)  # as the kernel does on Linux
             # Not at once: a stop usually takes a moment, and launchers signal the survivors of a killed rank as well.
             late = self.reason is not None and time.monotonic() - self.requested_at > NOTICE_AFTER_S
-            exiting = process_exit.resolving or process_exit.exiting_with is not None
-            if late and self.defer_to_step_end and not exiting and not self.announced:
+            if late and self.defer_to_step_end and process_exit.exiting_with is None and not self.announced:
                 self.announced = True
                 log.info("stop requested: saving and exiting after this step (signal again to quit immediately)")
             deadline = self.deadline
@@ -152,30 +132,28 @@ class StopSignal(SignalHandler):
         return self.parent is not None and os.getppid() != self.parent
 
     def receive(self, number: int, frame: Any = None) -> None:
-        """Count one request; one that reaches a process that is already exiting hurries it."""
-        if process_exit.exiting_with is None:
-            return super().receive(number)
-        process_exit.signalled.set()
-        self.late_at = self.late_at or time.monotonic()
-        if time.monotonic() - self.late_at > REPEAT_INTERVAL_S:
-            exit_now(process_exit.exiting_with)  # something keeps the process: a thread of the user's, for example
-
-    def reason_for(self, number: int) -> int:
-        """Decide before the main thread can see the reason: the kernel also sends SIGTERM when the launcher dies."""
-        if number == signal.SIGTERM and self.parent:
-            time.sleep(REPARENT_GRACE_S)
-            if not is_alive(self.parent):  # a zombie until its last thread has exited: getppid changes only then
-                return LAUNCHER_GONE
-        return LAUNCHER_GONE if self._launcher_gone() else number
+        """Count one request. Launchers also signal a process that is already exiting: there, the count begins anew."""
+        if process_exit.exiting_with is not None and not process_exit.signalled.is_set():
+            process_exit.signalled.set()
+            self.first = None
+        super().receive(number)
 
     def on_first(self) -> None:
+        """Decide before the main thread can see the reason: the kernel also sends SIGTERM when the launcher dies."""
+        if process_exit.exiting_with is not None:
+            return
+        gone = self._launcher_gone()
+        if self.first == signal.SIGTERM and self.parent:
+            time.sleep(REPARENT_GRACE_S)
+            gone = not is_alive(self.parent)  # a zombie until its last thread has exited: getppid changes only then
+        self.mark_requested(LAUNCHER_GONE if gone else self.first)
         if not self.defer_to_step_end:
-            stopped = stop_error(self.reason, "before training began: nothing to save")
-            stopped.on_every_rank = False  # the other ranks learn it from this one
-            error = process_exit.resolve_root_cause(stopped)
-            process_exit.hard_exit(error, silent=process_exit.rank != 0 or isinstance(error, PeerFailed))
+            error = stop_error(self.reason, "before training began: nothing to save")
+            process_exit.hard_exit(process_exit.resolve_root_cause(error))
 
     def on_second(self) -> None:
+        if process_exit.exiting_with is not None:  # something keeps the process: a thread of the user's, for example
+            os._exit(process_exit.exiting_with)
         assert self.second is not None
         error = QuitImmediately(self.second)
         telling = threading.Thread(target=process_exit.resolve_root_cause, args=(error,), daemon=True)
@@ -189,9 +167,20 @@ stop_signal = StopSignal()
 
 def stop_error(reason: int | None, detail: str, text: str = "") -> UserError:
     """The error for a request to stop: Stopped, with `text` for the reason in words; PeerLost without a launcher."""
+    error: UserError = Stopped(f"stopped on request{f' ({text})' if text else ''} {detail}")
     if reason == LAUNCHER_GONE:
-        return PeerLost(f"the launcher is gone: stopped {detail}")
-    return Stopped(f"stopped on request{f' ({text})' if text else ''} {detail}")
+        error = PeerLost(f"the launcher is gone: stopped {detail}")
+        error.on_every_rank = True
+    return error
+
+
+def _restore_signals() -> None:
+    """In a forked process, whose parent has blocked the signals meanwhile."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
@@ -217,7 +206,9 @@ def is_alive(pid: int) -> bool:
 
 def killed_by(exit_code: int) -> str:
     """`killed by SIGKILL; if memory ran out, dmesg reports it`, for the negative exit code of a process."""
-    name = signal.Signals(-exit_code).name
-    hints = {"SIGKILL": "; if memory ran out, dmesg reports it"}
-    hints["SIGABRT"] = "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
-    return f"killed by {name}{hints.get(name, '')}"
+    hints = {
+        signal.SIGKILL: "; if memory ran out, dmesg reports it",
+        signal.SIGABRT: "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
+    }
+    number = signal.Signals(-exit_code)
+    return f"killed by {number.name}{hints.get(number, '')}"

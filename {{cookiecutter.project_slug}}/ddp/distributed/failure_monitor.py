@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from ddp.core.errors import (
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
-from ddp.core.stacks import call_site, dump_stacks, main_stack, stack_of_error
+from ddp.core.stacks import call_site, dump_stacks, main_stack
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names, read_key
@@ -90,12 +91,12 @@ class FailureMonitor:
         if not isinstance(error, PeerLost) or isinstance(error, CollectiveMismatch) or error.on_every_rank:
             return
         if shared := self._call_store(lambda: read_key(self.store, "saved")):
-            process_exit.saved_step = int(shared)
+            process_exit.record_saved(int(shared))
         saved = process_exit.saved_step
         resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
         if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
             resumable = "resumable from the newest checkpoint, if there is one"
-        restarts = error.hang or RESTARTS_VARIABLE in os.environ
+        restarts = isinstance(error, RankHangs) or RESTARTS_VARIABLE in os.environ
         advice = "" if restarts else ": start all ranks again with the same command"
         error.args = (f"{one_line(error)}; {resumable}{advice}",)
 
@@ -114,7 +115,7 @@ class FailureMonitor:
         together = process_exit.exiting_with is not None  # all ranks exit at the same point, and know it
         if not self.others or together or isinstance(error, PeerFailed) or error is self.cause:
             return error
-        process_exit.resolving = True
+        stop_signal.announced = True  # no step will follow
         if _is_comm_error(error):
             error = self._explain_comm_error(error)
         self._enter(State.LEAVING)
@@ -139,7 +140,7 @@ class FailureMonitor:
         # The core of gloo's or NCCL's message: without the source file before it, and the advice after it.
         self.reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0].rstrip(".")[:120]
         waited_s = time.monotonic() - self.counted_at if collective_count() == self.count else 0.0
-        stack = stack_of_error(error.__traceback__) or main_stack()
+        stack = extract_tb(error.__traceback__)[::-1] or main_stack()
         if self._timed_out(waited_s):
             dump_stacks(self.rank, stack)
         self.reports.error = Report(call_site(stack), max(0.001, waited_s), rank_reports.recorded_collectives())
@@ -170,7 +171,7 @@ class FailureMonitor:
         text = one_line(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {one_line(error)}"
         text = text if isinstance(error, PeerLost) else f"rank {self.rank} failed: {text}"
         code = exit_code_of(error) or int(ExitCode.PEER_LOST)
-        ours = failure_record(self.rank, code, text, getattr(error, "hang", False))
+        ours = failure_record(self.rank, code, text, isinstance(error, RankHangs))
         first = json.loads(self._call_store(lambda: self.store.compare_set(FAILURE_KEY, "", ours)) or ours)
         self._call_store(self._set_done)
         same = getattr(error, "on_every_rank", False) and first["code"] == code

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, exit_code_of, plural
 from ddp.core.host import available_cores, interface_of, is_loopback, own_address
-from ddp.core.process_exit import process_exit, translate_exception
+from ddp.core.process_exit import process_exit, tell_launcher, translate_exception
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
@@ -140,7 +140,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         infos = exchange_rank_info(store, env, monitor, config.device != "cpu")
         if env.world_size > 1:
             monitor.thread.start()
-        process_exit.record_output_dir(config.output_dir)
+        if config.output_dir:  # not in --check
+            tell_launcher("output_dir", os.path.abspath(config.output_dir))
         start_rank_log(env.rank, env.world_size, config.output_dir)  # before NCCL prints how it connects
         own = infos[env.rank]
         local_world_size = sum(info.machine == own.machine for info in infos)

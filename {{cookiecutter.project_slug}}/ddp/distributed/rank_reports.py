@@ -12,12 +12,13 @@ import os
 import pickle
 import time
 from contextlib import suppress
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddp.core.stacks import Frame, call_site, main_stack
+from ddp.core.stacks import call_site, main_stack
 
 # Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
 RECORDERS = (("_dump_fr_trace",), ("_dump_nccl_trace",), ("_dump_fr_trace", "nccl2"))
@@ -132,7 +133,8 @@ def _read(entry: dict[str, Any]) -> Collective:
     tensors = " and ".join(f"{dtype.lower()} {size or 'scalar'}" for dtype, size in shapes)
     if operation.endswith(("scatter", "gather")):
         tensors = ""  # the ranks may pass tensors of different shapes to these
-    site = call_site(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"])
+    frames = ((frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"])
+    site = call_site(FrameSummary(*frame, lookup_line=False) for frame in frames)
     done = entry["retired"] or entry["state"] == "completed"
     waited_s = 0.0 if done else max(0.001, (time.time_ns() - entry["time_created_ns"]) / 1e9)
     key = f"{backend} {entry['process_group'][0]} {entry['collective_seq_id']}"

@@ -20,7 +20,7 @@ from ddp.distributed.rank_env import RankEnv
 log = logging.getLogger(__name__)
 TIMEOUT_S = 180.0  # a check should not take ten minutes
 MIN_TRANSFER_S = 0.2  # a transfer this long shows the speed of the network
-MIN_BYTES, MAX_BYTES = 2**18, 2**28
+MIN_MIB, MAX_MIB = 1, 256
 REPEATS = 20
 Collective = Callable[[torch.Tensor, DistContext], Any]  # in place
 
@@ -29,14 +29,13 @@ class WrongResult(SetupError, on_every_rank=True):
     """A collective does not compute what it should."""
 
 
-def _all_gather(tensor: torch.Tensor, ctx: DistContext) -> None:
-    dist.all_gather_into_tensor(tensor, tensor.chunk(ctx.world_size)[ctx.rank].clone())
-
-
-# Each collective, and the share of the data that each of n processes sends.
+# Each collective, in place, and the share of the data that each of n processes sends.
 COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
     "all_reduce": (lambda tensor, ctx: dist.all_reduce(tensor), lambda n: 2 * (n - 1) / n),
-    "all_gather": (_all_gather, lambda n: (n - 1) / n),
+    "all_gather": (
+        lambda tensor, ctx: dist.all_gather_into_tensor(tensor, tensor.chunk(ctx.world_size)[ctx.rank].clone()),
+        lambda n: (n - 1) / n,
+    ),
     "broadcast": (lambda tensor, ctx: dist.broadcast(tensor, src=ctx.world_size - 1), lambda n: 1.0),
 }
 
@@ -50,32 +49,29 @@ def check(config: RunConfig, env: RankEnv) -> None:
             for name, (collective, share) in COLLECTIVES.items():
                 _check_result(name, collective, ctx)
                 latency = 1000 * _seconds(collective, 4, ctx, REPEATS)
-                size = MIN_BYTES
-                while (seconds := _seconds(collective, size, ctx, 3)) <= MIN_TRANSFER_S and size < MAX_BYTES:
+                size = MIN_MIB
+                while (seconds := _seconds(collective, size << 20, ctx, 3)) <= MIN_TRANSFER_S and size < MAX_MIB:
                     size *= 4
-                speed = share(ctx.world_size) * size / seconds / 1e9
-                size_text = f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
-                log.info("%-10s  %-6s  %7.3f ms  %.3f GB/s  (of %s)", name, "right", latency, speed, size_text)
+                speed = share(ctx.world_size) * (size << 20) / seconds / 1e9
+                log.info("%-10s  %-6s  %7.3f ms  %.3f GB/s  (of %d MiB)", name, "right", latency, speed, size)
         log.info("\nall checks passed: run the same command without --check to train")
 
 
 def _check_result(name: str, collective: Collective, ctx: DistContext) -> None:
     """Raise WrongResult, on every rank, if `collective` returns a wrong result on any rank."""
     n, share = ctx.world_size, 1009
-    numbers = torch.arange(n * share, dtype=torch.float32)  # integers, so that sums are exact
-    base = numbers % 251  # rank r sends base + r
+    base = torch.arange(n * share) % 251  # rank r sends base + r: small integers, so that sums are exact
     expected = {
-        "all_reduce": n * base + n * (n - 1) / 2,
-        "all_gather": base + (numbers / share).floor(),
+        "all_reduce": n * base + n * (n - 1) // 2,
+        "all_gather": base + torch.arange(n).repeat_interleave(share),
         "broadcast": base + n - 1,
     }
-    tensor = (base + ctx.rank).to(ctx.device)
+    tensor = (base + ctx.rank).to(ctx.device, torch.float32)
     collective(tensor, ctx)
-    correct = ctx.gather(torch.equal(tensor.cpu(), expected[name]))
-    if not all(correct):
-        wrong = ", ".join(str(rank) for rank, right in enumerate(correct) if not right)
+    correct = ctx.gather(torch.equal(tensor.cpu(), expected[name].float()))
+    if wrong := [str(rank) for rank, right in enumerate(correct) if not right]:
         remedy = "check the driver, the memory and the network cards of these machines"
-        raise WrongResult(f"{name} over {ctx.backend} returned a wrong result on rank {wrong}: {remedy}")
+        raise WrongResult(f"{name} over {ctx.backend} returned a wrong result on rank {', '.join(wrong)}: {remedy}")
 
 
 def _seconds(collective: Collective, size: int, ctx: DistContext, repeats: int) -> float:

@@ -8,7 +8,7 @@ output_dir  the output directory, once the worker has joined the others
 saved       the step of the last checkpoint, after each save, so that a killed worker leaves it as well
 done        empty; the worker succeeded
 error.json  the worker failed: {"message": {"message": ..., "errorCode": ..., "extraInfo": {...}}}, where extraInfo has
-            "cause" (false if another rank failed first), "timestamp", and "saved" as above
+            "cause" (false if another rank failed first) and "timestamp"
 
 The agent sends its workers nothing but a signal: to save and exit.
 """
@@ -187,11 +187,10 @@ class WorkerGroup(WorkerProcesses):
         """
         if self.quit_signal is not None:
             return RunResult(128 + self.quit_signal, str(QuitImmediately(self.quit_signal)), reported=False)
-        reports, steps = [], [int(text) for text in self._read("saved")]
+        reports = []
         for error in (json.loads(text)["message"] for text in self._read("error.json")):
             info = error["extraInfo"]
             reports.append((not info["cause"], int(info["timestamp"]), error["errorCode"], error["message"]))
-            steps.append(-1 if info["saved"] is None else info["saved"])
         *_, reported, why = min(reports, default=(0, ""))  # the root cause
         # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
         code, lost = self.torchrun.returncode, ExitCode.PEER_LOST
@@ -210,7 +209,7 @@ class WorkerGroup(WorkerProcesses):
             (True, RunResult(code, "a process failed", restartable=True, reported=False)),
         ]
         result = next(result for applies, result in table if applies)
-        result.saved_step = max(steps, default=-1)
+        result.saved_step = max(map(int, self._read("saved")), default=-1)
         return result
 
     def _read(self, name: str) -> list[str]:

@@ -48,6 +48,7 @@ class Run:
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.log = RunLog(config, ctx, self.state, trackers)
         self.max_steps = config.max_steps or sys.maxsize
+        self.first_step = True  # until one was taken
         self.last_step, self.completes_epoch = 0, False  # of the current call of steps()
         self.stop_reason, self.stop_text = int(signal.SIGTERM), ""  # on which all ranks agree
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
@@ -134,7 +135,6 @@ class Run:
             self.checkpoints.wait()
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, self.stop_text)
-        error.on_every_rank = True
         process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
         raise error from None
 
@@ -192,9 +192,9 @@ class Run:
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
         state.step += 1
         state.samples_consumed += loader.global_batch
-        if process_exit.step is None:  # soon after the start, and then before each checkpoint
+        if self.first_step:  # soon after the start, and then before each checkpoint
             self._refuse_unsaved_state()
-        process_exit.step = state.step
+        self.first_step = False
         self.log.step()
         at_end = state.step == self.last_step
         if state.step % self.config.log_every == 0 or (at_end and self.completes_epoch):
