@@ -133,13 +133,12 @@ class MetricLogger:
     """Writes metrics. Deletes lines after `last_step`, which a killed run wrote: the resumed run writes them again."""
 
     def __init__(self, config: RunConfig, last_step: int, trackers: Sequence[Callable]) -> None:
-        self.folder = Path(config.output_dir)
-        self.path = self.folder / "metrics.jsonl"
+        self.path = Path(config.output_dir) / "metrics.jsonl"
         self.evaluated = _truncate_after(self.path, last_step)
         self.file = self.path.open("a", buffering=1)
         self.trackers: list[tuple[str, Any]] = []  # names, and functions that start them once
         # Started for the first line: by then the options, the data and the model have proved to work.
-        start = partial(TensorBoard, self.folder, last_step, hyperparameters(config))
+        start = partial(TensorBoard, self.path.parent, last_step, hyperparameters(config))
         self.waiting: list[tuple[str, Any]] = [("TensorBoard", cache(start))]
         self.waiting += [(getattr(each, "__name__", repr(each)), cache(partial(each, config))) for each in trackers]
 

@@ -151,7 +151,7 @@ class RunLog:
         rates = before.rates(self.logged_mark, self.loader.global_batch)
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
-            self._write(state.step, "train", {"epoch": state.epoch + 1, **about}, metrics)
+            self._write(state.epoch + 1, state.step, "train", metrics, **about)
             if self.metrics is not None and (images := self.loader.take_example()) is not None:  # what the model gets
                 self.metrics.to_tensorboard(lambda writer: writer.add_images("train/inputs", images, state.step))
         state.logged_step, self.last_train = state.step, f"train since step {first:,}  {shown}"
@@ -163,7 +163,7 @@ class RunLog:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
         if metrics:
             epoch = state.epoch + (state.samples_consumed > 0)
-            self._write(state.step, eval_loader.part, {"epoch": epoch, "count": eval_loader.length}, metrics)
+            self._write(epoch, state.step, eval_loader.part, metrics, count=eval_loader.length)
             best = state.best_step == state.step and not self.config.evaluate
             figures = f"{eval_loader.part:<5}  {format_metrics(metrics)}"
             self._print(epoch, state.step, figures, "(best.pt)" if best else "")
@@ -176,9 +176,9 @@ class RunLog:
         state, epoch = self.state, self.state.epoch + 1
         shown = [f"train  {format_metrics(train_metrics)}" if train_metrics else self.last_train]
         if train_metrics:
-            self._write(state.step, "train_epoch", {"epoch": epoch, "first_step": state.epoch_start + 1}, train_metrics)
+            self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1)
         if metrics:
-            self._write(state.step, "val", {"epoch": epoch, "count": count}, metrics)
+            self._write(epoch, state.step, "val", metrics, count=count)
             shown += [f"val  {format_metrics(metrics)}", "best" if state.best_step == state.step else ""]
         if self.logged_mark.step > self.epoch_mark.step:
             rates = self.epoch_mark.rates(self.logged_mark, self.loader.global_batch)
@@ -198,9 +198,9 @@ class RunLog:
 
     # ---- files: rank 0 may fail here alone; the other ranks learn it ------------------------------------------------
 
-    def _write(self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    def _write(self, epoch: int, step: int, split: str, metrics: Mapping[str, Any], **about: float) -> None:
         if self.metrics is not None:
-            self.metrics.write(step, split, about, metrics)
+            self.metrics.write(step, split, {"epoch": epoch, **about}, metrics)
             self.write_status(max_age_s=STATUS_INTERVAL_S)
 
     def flush(self) -> None:
