@@ -515,7 +515,7 @@ def test_lists_are_gathered_in_the_order_of_the_samples_each_once() -> None:
             scores = [row[:2] for row in inputs]
             meter.add({"lengths": lengths, "scores": scores, "count": len(lengths)})
             if ctx.rank == 0 and lengths[0] == 1:
-                assert meter.lists
+                assert meter.pending[-1]["lengths"] == lengths
         total = meter.take()
         return total["lengths"], [score.tolist() for score in total["scores"]], total["count"].item()
 

@@ -313,6 +313,23 @@ def test_status_json_is_written_now_and_then_and_at_every_save(
     assert [int(step) for step in (tmp_path / "written").read_text().split()] == steps
 
 
+def test_a_resumed_run_does_not_estimate_its_remaining_time_before_its_first_step(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_record(path: Path, **status: Any) -> None:
+        write_status(path, **status)
+        with (tmp_path / "seen").open("a") as file:
+            file.write(json.dumps([status["state"], status["remaining_s"]]) + "\n")
+
+    options = ["--dataset", "synthetic", "--batch-size", 32, "--output-dir", tmp_path / "run", "--epochs"]
+    train(1, *options, 1)
+    monkeypatch.setattr(ddp.training.run_log, "write_status", write_and_record)
+    train(1, *options, 2)
+    first, *others = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert first == ["running", None] and others[-1] == ["done", None]
+    assert all(remaining >= 0 for state, remaining in others[:-1])
+
+
 def test_tensorboard_is_opened_for_the_first_line_and_that_time_does_not_count_as_training(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

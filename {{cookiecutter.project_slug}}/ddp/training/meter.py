@@ -1,7 +1,7 @@
 """Totals of metrics over batches and ranks."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -12,7 +12,7 @@ from ddp.core.errors import Diverged, UsageError
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import map_tensors
 
-Totals = dict[str, Any]  # tensors in host memory; lists with one entry per sample
+Totals = dict[str, Any]  # tensors; lists with one entry per sample
 MAX_PENDING_NUMBERS = 200  # numbers on the device that are not added up yet: a loss, a count and a metric of 64 batches
 
 
@@ -26,65 +26,61 @@ class Meter:
 
     def __init__(self, ctx: DistContext, compute_metrics: Callable[[Totals], dict[str, Any]] = dict) -> None:
         self.ctx, self.compute_metrics = ctx, compute_metrics
-        self.pending: list[dict[str, Any]] = []  # batches on the device that are not added up yet
+        self.pending: list[Totals] = []  # of batches, on the device, that are not added up yet
         self.pending_numbers = 0  # a confusion matrix holds many
-        self.local: dict[str, torch.Tensor] = {}  # on the device, not reduced yet
-        self.lists: dict[str, list[list[Any]]] = {}  # of each batch, not gathered yet
-        self.total: Totals = {}  # over all ranks, and the same on every rank
+        self.local: Totals = {}  # on the device, not reduced yet; a list of the lists of each batch
+        self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
         self.zeros: Totals | None = None  # the totals that a task has, as zeros and empty lists
         self.epoch: Totals | None = {}  # all that was taken in this epoch; None with lists, which may need much memory
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
         """Add the totals of one batch: numbers, tensors or lists. Does not wait for the device."""
-        totals = dict(batch_totals)
+        totals = {}
         for name, value in batch_totals.items():
             if isinstance(value, list):
-                plain = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
-                self.lists.setdefault(name, []).append(map_tensors(plain, torch.Tensor.detach))
-                del totals[name]
-            elif isinstance(value, torch.Tensor):
-                totals[name] = value.detach()  # a graph would keep the memory of its step
+                value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
+            totals[name] = map_tensors(value, torch.Tensor.detach)  # a graph would keep the memory of its step
+            self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
-        self.pending_numbers += sum(getattr(value, "numel", lambda: 1)() for value in totals.values())
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
             self._add_pending()
 
     def _add_pending(self) -> None:
         """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
         batches, self.pending, self.pending_numbers = self.pending, [], 0
-        for name in dict.fromkeys(name for batch in batches for name in batch):
+        for name in dict.fromkeys(chain.from_iterable(batches)):
             values = [batch[name] for batch in batches if name in batch]
+            if isinstance(values[0], list):
+                self.local.setdefault(name, []).extend(values)
+                continue
             if isinstance(values[0], torch.Tensor):
                 total = torch.stack(values).double().sum(0)
             else:
                 total = torch.tensor(sum(values), dtype=torch.double)
-            self.local[name] = self.local[name] + total if name in self.local else total
+            self.local[name] = self.local.get(name, 0) + total
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
-        if not (self.pending or self.local or self.lists or self.zeros is None):
+        if not (self.pending or self.local or self.zeros is None):
             return
         self._add_pending()
-        local: Totals = {name: value.cpu() for name, value in self.local.items()}
-        local |= {name: map_tensors(batches, torch.Tensor.cpu) for name, batches in self.lists.items()}
-        self.local, self.lists = {}, {}
+        local, self.local = map_tensors(self.local, torch.Tensor.cpu), {}
         if self.zeros is None:  # a rank without a batch learns from rank 0 what there is to add
-            self.zeros = self.ctx.on_main(lambda: {name: _zero(value) for name, value in local.items()}) or None
+            self.zeros = self.ctx.on_main(_zeros, local) or None
         zeros = self.zeros or {}
         if unknown := sorted(local.keys() - zeros.keys()):
             names = ", ".join(unknown)
             raise UsageError(f"batch_totals: {names} missing until the first log line: return zeros from the start")
-        tensors = {name: zero for name, zero in zeros.items() if isinstance(zero, torch.Tensor)}
-        if tensors:
-            flat = self.ctx.sum(torch.cat([local.get(name, zero).flatten() for name, zero in tensors.items()]))
-            parts = flat.split([zero.numel() for zero in tensors.values()])
-            for (name, zero), part in zip(tensors.items(), parts, strict=True):
-                self.total[name] = self.total.get(name, zero) + part.reshape(zero.shape)
-        for name in (name for name in zeros if name not in tensors):
-            self.total[name] = [*self.total.get(name, []), *_in_order(self.ctx.gather(local.get(name, [])))]
+        for name, zero in zeros.items():
+            if isinstance(zero, list):
+                self.total[name] = self.total.get(name, []) + _in_order(self.ctx.gather(local.get(name, [])))
+            else:
+                self.total[name] = self.total.get(name, 0) + self.ctx.sum(zero + local.get(name, 0))
         if "loss" in self.total and not math.isfinite(self.total["loss"].item()):
             remedy = "start again in another --output-dir with a lower --lr, a longer --warmup-epochs or --clip-grad"
             raise Diverged(f"the loss is no longer finite: {remedy}")
+
+    before_save = reduce  # `state_dict` has no collective
 
     def take(self) -> dict[str, Any]:
         """The metrics since the last call; empty if nothing was added. Call on every rank."""
@@ -108,10 +104,6 @@ class Meter:
             return None
         return self.epoch | {name: self.epoch.get(name, 0) + value for name, value in self.total.items()}
 
-    def before_save(self) -> None:
-        """Before `state_dict`, which has no collective. Call on every rank."""
-        self.reduce()
-
     def state_dict(self) -> dict[str, Any]:
         """The totals over all ranks as of the last `reduce`: since the last `take`, and of the epoch before it."""
         return {"total": dict(self.total), "epoch": None if self.epoch is None else dict(self.epoch)}
@@ -120,11 +112,11 @@ class Meter:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
 
 
-def _zero(value: Any) -> Any:
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else []
+def _zeros(totals: Totals) -> Totals:
+    return {name: [] if isinstance(value, list) else torch.zeros_like(value) for name, value in totals.items()}
 
 
-def _in_order(ranks: list[list[list[Any]]]) -> Iterator[Any]:
+def _in_order(ranks: list[list[list[Any]]]) -> list[Any]:
     """The entries of all ranks' batches, in the order of the samples: the ranks take turns with batches."""
-    for turn in zip_longest(*ranks, fillvalue=()):
-        yield from chain.from_iterable(turn)
+    turns = zip_longest(*ranks, fillvalue=())
+    return [*chain.from_iterable(chain.from_iterable(turns))]

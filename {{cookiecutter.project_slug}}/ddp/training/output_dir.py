@@ -1,29 +1,29 @@
-"""The output directory, as rank 0 sees it: its lock, config.json, and what a killed run has left."""
+"""What rank 0 writes to the output directory: its lock, config.json, metrics.jsonl, TensorBoard and other trackers."""
 
 import fcntl
+import json
+import logging
 import os
 import platform
-import re
 import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp import __version__
-from ddp.core.errors import OutputInUse, SetupError, UsageError
-from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, sync_directory, write_json
-from ddp.core.run_config import DEFAULT_PARENT, RunConfig
-from ddp.data.dataset import data_name
-from ddp.training.wrapping import model_name
+from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
+from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
+from ddp.core.run_config import RunConfig, hyperparameters
 
-
-def default_output_dir(config: RunConfig, model: torch.nn.Module, train_set: Any) -> str:
-    """`runs/DATA-MODEL`, from the data and the model that were built."""
-    return f"{DEFAULT_PARENT}/" + re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
+log = logging.getLogger(__name__)
+NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
+RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
 
 
 class OutputDir:
@@ -95,3 +95,111 @@ class OutputDir:
             "pid": os.getpid(),
         }
         write_json(self.path / "config.json", record)
+
+    def sync_logs(self) -> None:
+        """Make what a MetricLogger has flushed survive a power cut. Raises StorageError."""
+        metrics = self.path / "metrics.jsonl"
+        for path in (metrics, *self.path.glob("tensorboard/events*")):
+            with storage_errors(path) if path == metrics else suppress(OSError), path.open("r+b") as file:
+                os.fsync(file.fileno())
+
+
+class TensorBoard:
+    """The tracker that every run has. `hyperparameters` are shown next to the results on the page HPARAMS."""
+
+    def __init__(self, folder: Path, last_step: int, hyperparameters: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow: takes as long as many steps
+
+        threading.excepthook = _ignore_tensorboard_thread
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+        self.hyperparameters = dict(hyperparameters)  # empty once they are written
+
+    def log(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        numbers = {f"{split}/{name}": value for name, value in metrics.items()}
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+        if split in ("val", "test") and self.hyperparameters:
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(self.hyperparameters, numbers)[:2]:  # without the summary of the run's end
+                self.writer.file_writer.add_summary(summary)
+            self.hyperparameters = {}
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class MetricLogger:
+    """Writes metrics. Deletes lines after `last_step`, which a killed run wrote: the resumed run writes them again."""
+
+    def __init__(self, config: RunConfig, last_step: int, trackers: Sequence[Callable]) -> None:
+        self.path = Path(config.output_dir) / "metrics.jsonl"
+        self.evaluated = _truncate_after(self.path, last_step)
+        self.file = self.path.open("a", buffering=1)
+        self.trackers: list[tuple[str, Any]] = []  # names, and functions that start them once
+        # Started for the first line: by then the options, the data and the model have proved to work.
+        start = partial(TensorBoard, self.path.parent, last_step, hyperparameters(config))
+        self.waiting: list[tuple[str, Any]] = [("TensorBoard", cache(start))]
+        self.waiting += [(getattr(each, "__name__", repr(each)), cache(partial(each, config))) for each in trackers]
+
+    def write(self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Write one line to metrics.jsonl, and its numbers to the trackers. Raises StorageError.
+
+        about: what a run knows by itself, with names of RESERVED. Raises UsageError if `metrics` have such a name.
+        """
+        if taken := sorted(RESERVED & metrics.keys()):
+            raise UsageError(f"compute_metrics returns {taken[0]!r}, and metrics.jsonl has that already: rename it")
+        if (split, step) in self.evaluated:
+            return  # a finished run, or one resumed where the epoch has no step left for more processes
+        values = {**about, **metrics}
+        with storage_errors(self.path):
+            self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+        numbers = {name: value for name, value in values.items() if name not in NO_CURVE}
+        self.trackers, self.waiting = self.trackers + self.waiting, []
+        self._each(lambda tracker: tracker.log(step, split, numbers))
+
+    def to_tensorboard(self, write: Callable[[Any], None]) -> None:
+        """Call `write` with TensorBoard's SummaryWriter."""
+        self._each(lambda tracker: write(tracker.writer) if isinstance(tracker, TensorBoard) else None)
+
+    def _each(self, action: Callable[[Any], Any]) -> None:
+        """Drop a tracker that fails: metrics.jsonl has everything, so training continues without it."""
+        for name, tracker in list(self.trackers):
+            try:
+                action(tracker())
+            except Exception as error:
+                self.trackers.remove((name, tracker))
+                why = getattr(error, "strerror", None) or one_line(error)
+                log.warning(f"warning: no more metrics go to {name} ({why}); metrics.jsonl has all of them")
+
+    def flush(self) -> None:
+        """Raises StorageError."""
+        with storage_errors(self.path):
+            self.file.flush()
+        self.to_tensorboard(lambda writer: writer.flush())
+
+    def close(self) -> None:
+        self.flush()
+        self.file.close()
+        self._each(lambda tracker: tracker.close())
+
+
+def _ignore_tensorboard_thread(arguments: threading.ExceptHookArgs) -> None:
+    """On a full disk, TensorBoard's thread raises. Its next call in the main thread raises the same error again."""
+    from_tensorboard = type(arguments.thread).__module__.startswith("tensorboard.")
+    if not (from_tensorboard and isinstance(arguments.exc_value, OSError)):
+        threading.__excepthook__(arguments)
+
+
+def _truncate_after(path: Path, last_step: int) -> set[tuple[str, int]]:
+    """Delete the lines of `path` after `last_step`, and incomplete ones. Returns split and step of the evaluations."""
+    kept, evaluated = [], set()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # truncated when the process was killed
+            values = json.loads(line)
+            if values["step"] <= last_step:
+                kept.append(line + "\n")
+                evaluated |= {(values["split"], values["step"])} if values["split"] != "train" else set()
+    with atomic_write(path, "w", durable=True) as file:  # an empty file after a power failure would lose the history
+        file.writelines(kept)
+    return evaluated

@@ -1,6 +1,7 @@
 """A training run: its progress, when it logs, saves and stops, and how it ends."""
 
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -19,18 +20,17 @@ from ddp.checkpoint.state import UnsavedState
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
 from ddp.core.process_exit import process_exit
-from ddp.core.run_config import RunConfig
+from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.signals import stop_error, stop_signal
+from ddp.data.dataset import data_name
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
-from ddp.training.output_dir import default_output_dir
 from ddp.training.run_log import RunLog, format_metrics
 from ddp.training.schedule import Schedule
-from ddp.training.throughput import RemainingTime
-from ddp.training.wrapping import check_model, choose_algorithms
+from ddp.training.wrapping import check_model, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
@@ -49,13 +49,11 @@ class Run:
         self.log = RunLog(config, ctx, self.state, trackers)
         self.max_steps = config.max_steps or sys.maxsize
         self.first_step = True  # until one was taken
-        self.last_step, self.completes_epoch = 0, False  # of the current call of steps()
-        self.stop_reason, self.stop_text = int(signal.SIGTERM), ""  # on which all ranks agree
+        self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.train_loader: Any = None  # from resume() on, as all below
         self.meter: Any = None
         self.schedules: list[Schedule] = []  # the learning rate of the first one is logged
-        self.resumed_from: str | None = None
 
     # ---- resuming and saving ----------------------------------------------------------------------------------------
 
@@ -69,11 +67,12 @@ class Run:
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
         self.train_loader, self.meter = train_loader, parts["meter"]
         self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
-        self.resumed_from = self.checkpoints.resume(train_loader, parts)
+        resumed_from = self.checkpoints.resume(train_loader, parts)
+        self.log.start(train_loader, resumed_from)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
-            self.ctx.on_main(self.log.open)
-        elif self.resumed_from is None:
+            self.ctx.on_main(self.log.open_files)
+        elif resumed_from is None:
             where = self.log.output_dir.checkpoints
             raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
         self._seed_epoch()
@@ -86,9 +85,9 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
         self._refuse_unsaved_state()
-        with self.log.throughput.paused():
+        with self.log.paused():
             self.log.flush()
-            self.checkpoints.save(lambda: self.log.metrics.sync() if self.log.metrics is not None else None)
+            self.checkpoints.save(self.log.output_dir.sync_logs)
 
     def _refuse_unsaved_state(self) -> None:
         if self.unsaved_state is not None and (changed := self.unsaved_state.changed()):
@@ -115,26 +114,23 @@ class Run:
         Raises on every rank if the last checkpoint could not be written.
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
-        if decision is None:
-            return False
-        if decision.save_failed:
+        if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
-        if decision.reason is None:
+        if decision is None or decision.reason is None:
             return False
         stop_signal.mark_requested(decision.reason)
         self.stop_reason = decision.reason  # this rank alone may have another one
-        self.stop_text = next(filter(None, self.ctx.gather(stop_signal.text)), "")
         return True
 
     def stop(self) -> NoReturn:
         """Save, and raise Stopped (or PeerLost, if the launcher is gone) on every rank."""
-        detail = "while nothing was being trained"
+        detail, text = "while nothing was being trained", next(filter(None, self.ctx.gather(stop_signal.text)), "")
         if not self.config.evaluate:
             if self.checkpoints.last_step != self.state.step:
                 self.save()
             self.checkpoints.wait()
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
-        error = stop_error(self.stop_reason, detail, self.stop_text)
+        error = stop_error(self.stop_reason, detail, text)
         process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
         raise error from None
 
@@ -142,14 +138,8 @@ class Run:
 
     def log_summary(self, model: torch.nn.Module, *eval_loaders: EvalLoader) -> None:
         """Print what is about to run."""
-        config, loader, state = self.config, self.train_loader, self.state
-        left = loader.sampler.steps_left(state.samples_consumed)
-        left += (config.epochs - state.epoch - 1) * loader.steps_per_epoch
-        self.log.total_steps = total = state.step + max(0, left)  # earlier steps may have had another global batch
-        self.log.remaining = RemainingTime(min(total, self.max_steps), state.step)
-        self.log.log_setup(model, loader, eval_loaders, self.schedules[0].peak)
-        self.log.log_start(self.resumed_from)
-        if self.finished() and not config.evaluate:
+        self.log.log_summary(model, eval_loaders, self.schedules[0].peak)
+        if self.finished() and not self.config.evaluate:
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
 
@@ -168,13 +158,11 @@ class Run:
         Before each, it seeds all generators for the step and the rank, and sets the learning rate.
         """
         state, loader = self.state, self.train_loader
-        left_in_epoch = loader.sampler.steps_left(state.samples_consumed)
-        left = max(0, min(left_in_epoch, self.max_steps - state.step))
-        self.last_step, self.completes_epoch = state.step + left, left == left_in_epoch
-        self.log.start_epoch(loader, left_in_epoch)
+        self.log.start_epoch()
         self.ctx.stop_sync.restart()
         if self.unsaved_state is None:
             self.unsaved_state = UnsavedState(sys._getframe(1).f_locals, self.checkpoints.state.values())
+        left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
             seed_step(self.config.seed, state.step, self.ctx.rank)
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
@@ -196,25 +184,28 @@ class Run:
             self._refuse_unsaved_state()
         self.first_step = False
         self.log.step()
-        at_end = state.step == self.last_step
-        if state.step % self.config.log_every == 0 or (at_end and self.completes_epoch):
+        at_end = self._epoch_is_complete() or state.step >= self.max_steps
+        if state.step % self.config.log_every == 0 or self._epoch_is_complete():
             on_console = not at_end and loader.steps_per_epoch > self.config.log_every
-            self.log.log_train(self.meter.take(), self.schedules[0].lr, loader, on_console=on_console)
+            self.log.log_train(self.meter.take(), self.schedules[0].lr, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
+
+    def _epoch_is_complete(self) -> bool:
+        return self.train_loader.sampler.steps_left(self.state.samples_consumed) == 0
 
     def end_epoch(self, metrics: Mapping[str, float], val_loader: EvalLoader) -> None:
         """After the evaluation at the end of an epoch or of --max-steps: log and save. metrics: empty without data.
 
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
-        state = self.state
-        train_metrics = self.meter.take_epoch(self.completes_epoch)
-        if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and self.completes_epoch:
+        state, complete = self.state, self._epoch_is_complete()
+        train_metrics = self.meter.take_epoch(complete)
+        if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
         self.log.log_epoch(train_metrics, metrics, val_loader.length)
         state.evaluated_step = state.step
-        if self.completes_epoch:
+        if complete:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
             state.logged_step = state.epoch_start = state.step
         self.save()
@@ -239,52 +230,42 @@ class Run:
         """Log one of the last evaluations."""
         self.log.log_eval(metrics, eval_loader, self.evaluated_state)
 
-
-class RunEnd:
-    """Records how a run ends, in status.json and for the user. Not collective: other ranks may be gone."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.log, self.started = run, run.log, time.perf_counter()
-        self.writer, self.directory = run.checkpoints.writer, run.checkpoints.directory
+    # ---- the end: recorded in status.json and for the user. Not collective: other ranks may be gone -----------------
 
     def succeed(self) -> None:
         """The run is complete. Call on rank 0 only."""
         if self.log.metrics is None:  # nothing was trained
             return
-        state, path = self.run.state, self.log.output_dir.path
+        path, best = self.log.output_dir.path, self.state.best is not None
         with storage_errors(path):
-            if self.log.profiler is not None:
-                self.log.profiler.close()
+            self.log.stop_profiler()
             self.log.close()
-            self.log.write_status("done", 0)
-        newest = next(iter(self.directory.paths()), None)
+            self.log.write_status(0)
+        newest = next(iter(self.checkpoints.directory.paths()), None)
         if newest is None:  # a finished run's checkpoint, in a new directory
             return
-        chosen = state.best is not None
-        best = f"; best at step {state.best_step:,}: val {format_metrics(state.best_metrics)}" if chosen else ""
-        log.info(f"done in {time.perf_counter() - self.started:,.0f} s{best}")
-        log.info(f"  best weights  {path / 'best.pt'}" if chosen else f"  weights       {newest}")
+        metrics = f"; best at step {self.state.best_step:,}: val {format_metrics(self.state.best_metrics)}"
+        log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
+        log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
     def fail(self, error: BaseException) -> None:
         """Add to `error` what the user needs to know of the run, and record it."""
         if not isinstance(error, Stopped):  # a checkpoint in flight holds a good state, whatever has happened since
-            self.writer.done.wait(LAST_SAVE_TIMEOUT_S)
+            self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
         if isinstance(error, Diverged):
-            last = next(iter(self.directory.paths()), "none")
-            error.args = (f"{error} (noticed at step {self.run.state.step:,}; last good checkpoint: {last})",)
-        self.run.ctx.monitor.add_saved_step(error)
-        if self.log.metrics is not None:
-            with suppress(Exception):  # a full disk, for example, must not hide the first error
-                self.log.write_status("failed", exit_code_of(error), one_line(error))
-                self.log.close()
+            last = next(iter(self.checkpoints.directory.paths()), "none")
+            error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
+        self.ctx.monitor.add_saved_step(error)
+        with suppress(Exception):  # a full disk, for example, must not hide the first error
+            self.log.write_status(exit_code_of(error), one_line(error))
+            self.log.close()
 
     def hard_exit(self, code: int, message: str) -> None:
         """The process exits now, from a thread."""
         if code < 128:
-            self.writer.done.wait(LAST_SAVE_TIMEOUT_S)
-        if self.log.metrics is not None:
-            self.log.write_status("failed", code, message)
+            self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
+        self.log.write_status(code, message)
 
 
 def prepare(config: Config, rank_env: RankEnv) -> Config:
@@ -301,7 +282,9 @@ def prepare(config: Config, rank_env: RankEnv) -> Config:
 def check_fit(config: RunConfig, model: torch.nn.Module, train_set: Any) -> None:
     """Refuse options that this model or this machine does not support, and set the default --output-dir."""
     check_model(config, model)
-    config.output_dir = config.output_dir or default_output_dir(config, model, train_set)
+    # From the data and the model that were built: their options may be of no use to an edited task.
+    name = re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
+    config.output_dir = config.output_dir or f"{DEFAULT_PARENT}/{name}"
 
 
 @contextmanager
@@ -309,16 +292,16 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     """Open --output-dir for one run, and record how it ends. Call on every rank.
 
     metric: the value of the validation metrics that decides which checkpoint becomes best.pt; higher is better.
-    trackers: functions that rank 0 alone calls with `config`, before the first line of metrics. Each returns a Tracker
-    (metric_logger.py), for example of W&B.
+    trackers: functions that rank 0 alone calls with `config` before the first line of metrics, for example of W&B. What
+    they return has the methods `log(step, split, metrics)`, called after each line of metrics.jsonl with its numbers
+    (split: train, train_epoch, val or test), and `close()`, called when the run ends, however it ends.
     """
     ctx.check_same({**config.shared_options(), **hash_source_files()})
     run = Run(config, ctx, metric, trackers)
-    end = RunEnd(run)
     if not config.evaluate:
         ctx.on_main(run.log.output_dir.open)
-    process_exit.on_hard_exit = end.hard_exit
-    ctx.on_failure.append(end.fail)
+    process_exit.on_hard_exit = run.hard_exit
+    ctx.on_failure.append(run.fail)
     try:
         yield run
     except StopRequested as request:  # in an evaluation; the training loop calls run.should_stop itself
@@ -326,4 +309,4 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
             raise
         run.stop()
     run.checkpoints.wait()
-    ctx.on_main(end.succeed)
+    ctx.on_main(run.succeed)

@@ -1,12 +1,16 @@
-"""What a run writes while it trains: metrics, status.json, lines on the console, and a progress bar."""
+"""What a run reports while it trains: lines of metrics, its speed, status.json, a progress bar, and a profile."""
 
 import logging
+import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import profile, schedule
 from tqdm import tqdm
 
 from ddp.checkpoint.manager import TrainState
@@ -14,90 +18,106 @@ from ddp.core.errors import ExitCode, plural
 from ddp.core.files import storage_errors, write_status
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
-from ddp.core.run_config import RunConfig, hyperparameters
+from ddp.core.run_config import RunConfig
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.training.metric_logger import MetricLogger
-from ddp.training.output_dir import OutputDir
-from ddp.training.throughput import Profiler, RemainingTime, Throughput, memory_mb
+from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.wrapping import model_name
 
 log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
+FIRST_STEP, LAST_STEP = 10, 15  # of --profile, from the start or resume on: after the warm-up of caches and compilers
+
+
+class Mark(NamedTuple):
+    """A moment of the training. Both times are in seconds; the clock stands still in evaluations and saves."""
+
+    step: int
+    clock: float
+    waited: float  # for data
+
+    def rates(self, end: "Mark", global_batch: int) -> dict[str, float]:
+        """Until `end`: samples/s of all ranks, ms per step, and ms of it spent waiting for data."""
+        steps, elapsed = end.step - self.step, end.clock - self.clock
+        return {
+            "samples_per_s": round(steps * global_batch / elapsed, 1),
+            "step_ms": round(1000 * elapsed / steps, 3),
+            "data_ms": round(1000 * (end.waited - self.waited) / steps, 3),
+        }
 
 
 class RunLog:
-    """The log of one run. Every rank calls it; rank 0 alone writes files, once `open` was called there."""
+    """The log of one run. Every rank calls it; rank 0 alone writes files, once `open_files` was called there."""
 
     def __init__(self, config: RunConfig, ctx: DistContext, state: TrainState, trackers: Sequence[Callable]) -> None:
         self.config, self.ctx, self.state, self.trackers = config, ctx, state, trackers
         self.output_dir = OutputDir(config)
         self.metrics: MetricLogger | None = None  # on rank 0
-        self.profiler: Profiler | None = None
+        self.profiler: profile | None = None
         self.bar: tqdm | None = None
-        self.throughput, self.remaining = Throughput(), RemainingTime()
-        self.total_steps = 0
-        self.epoch_samples, self.epoch_s = 0, 0.0  # logged in this epoch, by this process
-        self.last_train = ""  # the figures of the last logged steps, for the console
-        self.status_written = 0.0  # when status.json was last written
+        self.loader: Any = None  # from start() on, as the next two lines
+        self.resumed_from: str | None = None
+        self.first_step, self.total_steps, self.started = 0, 0, 0.0
+        self.epoch_mark = self.logged_mark = Mark(0, 0.0, 0.0)  # where the epoch and the next logged steps begin
+        self.last_train = ""  # the figures of the last logged steps of this epoch, for the console
+        self.paused_s, self.status_written = 0.0, 0.0  # all pauses together; when status.json was last written
 
-    def open(self) -> None:
+    def start(self, loader: TrainLoader, resumed_from: str | None) -> None:
+        """The run has its data and its progress: `state` is loaded."""
+        self.loader, self.resumed_from = loader, resumed_from
+        state, self.first_step, self.started = self.state, self.state.step, time.perf_counter()
+        left = loader.sampler.steps_left(state.samples_consumed)
+        left += (self.config.epochs - state.epoch - 1) * loader.steps_per_epoch
+        self.total_steps = state.step + max(0, left)  # earlier steps may have had another global batch
+
+    def open_files(self) -> None:
         """On rank 0, once it is clear that this run may use the directory: a refused one must not change it."""
         path = self.output_dir.path
         with storage_errors(path / "config.json"):
             self.output_dir.write_config()
-            self.write_status("running")
-            self.metrics = MetricLogger(self.config, self.state.step, hyperparameters(self.config), self.trackers)
+            self.metrics = MetricLogger(self.config, self.state.step, self.trackers)
+        self.write_status()
         if self.config.profile:
-            self.profiler = Profiler(path / "profile", self.ctx.device)
+            self.profiler = start_profiler(path / "profile")
 
-    def log_setup(
-        self, model: torch.nn.Module, loader: TrainLoader, eval_loaders: Sequence[EvalLoader], peak_lr: float
-    ) -> None:
-        """Print the model, the data, the processes, and in training the steps."""
-        config, ctx = self.config, self.ctx
+    def log_summary(self, model: torch.nn.Module, eval_loaders: Sequence[EvalLoader], peak_lr: float) -> None:
+        """Print the model, the data, the processes, the steps, and where the run begins."""
+        config, ctx, loader, state = self.config, self.ctx, self.loader, self.state
         log.info(f"{model_name(model, config)}, {sum(tensor.numel() for tensor in model.parameters()):,} weights")
-        counts = [
-            f"{loader.length:,} training",
-            *(f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length),
-        ]
+        counts = [f"{loader.length:,} training"]
+        counts += [f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length]
         missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
-        log.info(f"{loader.name}: {', '.join(counts)} samples{f'; {missing}' if missing else ''}")
+        log.info(f"{loader.name}: {', '.join(counts)} samples{missing and f'; {missing}'}")
         processes = plural(ctx.world_size, "process", "es")
         launcher = f" ({ctx.launcher.value})" if ctx.world_size > 1 else ""
         log.info(f"{processes}{launcher} on {ctx.device.type}, {ctx.backend}, {config.precision}")
-        if not config.evaluate:
-            passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
-            batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
-            log.info(f"{batch}; {loader.steps_per_epoch:,} steps per epoch; learning rate {peak_lr:.4g}")
+        if config.evaluate:
+            return log.info(f"evaluating {self.resumed_from}, of step {state.step:,}")
+        passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
+        batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
+        log.info(f"{batch}; {loader.steps_per_epoch:,} steps per epoch; learning rate {peak_lr:.4g}")
+        if self.resumed_from is None:
+            return log.info(f"a new run, in {self.output_dir.path}")
+        inside = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
+        where = inside if state.samples_consumed else f"the end of epoch {state.epoch}"
+        log.info(f"resuming from {self.resumed_from}, at step {state.step:,}, {where}")
 
-    def log_start(self, resumed_from: str | None) -> None:
-        """Print where the run begins."""
-        state = self.state
-        epoch = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
-        where = epoch if state.samples_consumed else f"the end of epoch {state.epoch}"
-        if self.config.evaluate:
-            log.info(f"evaluating {resumed_from}, of step {state.step:,}")
-        elif resumed_from is None:
-            log.info(f"a new run, in {self.output_dir.path}")
-        else:
-            log.info(f"resuming from {resumed_from}, at step {state.step:,}, {where}")
+    # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def start_epoch(self, loader: TrainLoader, steps_left: int) -> None:
+    def start_epoch(self) -> None:
         """Show a progress bar on a terminal, and measure the speed from here on."""
-        self.epoch_samples, self.epoch_s, self.last_train = 0, 0.0, ""
-        self.throughput = Throughput(self.state.step, loader.wait_s)
+        self.last_train, self.epoch_mark, self.logged_mark = "", self._mark(), self._mark()
         if self.metrics is not None and sys.stderr.isatty():
+            total = self.loader.steps_per_epoch
             options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
-            options |= {"total": loader.steps_per_epoch, "initial": loader.steps_per_epoch - steps_left}
+            options |= {"total": total, "initial": total - self.loader.sampler.steps_left(self.state.samples_consumed)}
             self.bar = tqdm(desc=f"epoch {self.state.epoch + 1}/{self.config.epochs}", **options)
 
     def step(self) -> None:
         """An optimizer step was taken."""
         if self.bar is not None:
-            left = self.remaining.seconds(self.state.step)
-            text = "" if left is None else f"{tqdm.format_interval(left)} to the end of the run"
-            self.bar.set_postfix_str(text, refresh=False)
+            left = tqdm.format_interval(self._remaining_s() or 0)
+            self.bar.set_postfix_str(f"{left} to the end of the run", refresh=False)
             self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
@@ -106,31 +126,48 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
 
-    def log_train(self, metrics: Mapping[str, float], lr: float, loader: TrainLoader, *, on_console: bool) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block does not count as training."""
+        start = time.perf_counter()
+        yield
+        self.paused_s += time.perf_counter() - start
+
+    def _mark(self) -> Mark:
+        return Mark(self.state.step, time.perf_counter() - self.paused_s, self.loader.wait_s)
+
+    def _remaining_s(self) -> float | None:
+        """Until the end of the run, from the steps so far, evaluations and all. None before the first one."""
+        steps = self.state.step - self.first_step
+        left = min(self.total_steps, self.config.max_steps or self.total_steps) - self.state.step
+        return left * (time.perf_counter() - self.started) / steps if steps > 0 else None
+
+    # ---- metrics ----------------------------------------------------------------------------------------------------
+
+    def log_train(self, metrics: Mapping[str, float], lr: float, *, on_console: bool) -> None:
         """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line."""
-        step, first, steps = self.state.step, self.state.logged_step + 1, self.state.step - self.throughput.step
-        rates = self.throughput.rates(step, loader.wait_s, loader.global_batch)
-        self.epoch_samples += steps * loader.global_batch
-        self.epoch_s += steps * rates["step_ms"] / 1000
-        self.throughput = Throughput(step, loader.wait_s)
-        about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
-        with self.throughput.paused():  # the first line starts TensorBoard
-            self._write(step, "train", {"epoch": self.state.epoch + 1, **about}, metrics)
-            if self.metrics is not None and loader.example is not None:
-                self.metrics.write_images(loader.example, step)
-                loader.example = None
-        self.state.logged_step, self.last_train = step, f"train since step {first:,}  {format_metrics(metrics)}"
+        state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
+        before, self.logged_mark = self.logged_mark, self._mark()
+        rates = before.rates(self.logged_mark, self.loader.global_batch)
+        with self.paused():  # the first line starts TensorBoard
+            about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
+            self._write(state.epoch + 1, state.step, "train", metrics, **about)
+            if self.metrics is not None and (images := self.loader.example) is not None:  # what the model gets
+                self.loader.example = None
+                self.metrics.to_tensorboard(lambda writer: writer.add_images("train/inputs", images, state.step))
+        state.logged_step, self.last_train = state.step, f"train since step {first:,}  {shown}"
         if on_console:
-            figures = f"{format_metrics(metrics)}  lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
-            log.info(f"{self._where(self.state.epoch + 1, step)}  train  {figures}")
+            speed = f"lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
+            self._print(state.epoch + 1, state.step, f"train  {shown}", speed)
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
         if metrics:
             epoch = state.epoch + (state.samples_consumed > 0)
-            self._write(state.step, eval_loader.part, {"epoch": epoch, "count": eval_loader.length}, metrics)
-            best = "  (best.pt)" if state.best_step == state.step and not self.config.evaluate else ""
-            log.info(f"{self._where(epoch, state.step)}  {eval_loader.part:<5}  {format_metrics(metrics)}{best}")
+            self._write(epoch, state.step, eval_loader.part, metrics, count=eval_loader.length)
+            best = state.best_step == state.step and not self.config.evaluate
+            figures = f"{eval_loader.part:<5}  {format_metrics(metrics)}"
+            self._print(epoch, state.step, figures, "(best.pt)" if best else "")
 
     def log_epoch(self, train_metrics: Mapping[str, float], metrics: Mapping[str, float], count: int) -> None:
         """Log the end of an epoch: the metrics of training, and those of `count` validation samples. Each may be empty.
@@ -140,37 +177,38 @@ class RunLog:
         state, epoch = self.state, self.state.epoch + 1
         shown = [f"train  {format_metrics(train_metrics)}" if train_metrics else self.last_train]
         if train_metrics:
-            self._write(state.step, "train_epoch", {"epoch": epoch, "first_step": state.epoch_start + 1}, train_metrics)
+            self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1)
         if metrics:
-            self._write(state.step, "val", {"epoch": epoch, "count": count}, metrics)
+            self._write(epoch, state.step, "val", metrics, count=count)
             shown += [f"val  {format_metrics(metrics)}", "best" if state.best_step == state.step else ""]
-        shown += [f"{self.epoch_samples / self.epoch_s:,.0f} samples/s"] if self.epoch_s else []
-        log.info("  ".join(filter(None, [self._where(epoch, state.step), *shown])))
+        if self.logged_mark.step > self.epoch_mark.step:
+            rates = self.epoch_mark.rates(self.logged_mark, self.loader.global_batch)
+            shown.append(f"{rates['samples_per_s']:,.0f} samples/s")
+        self._print(epoch, state.step, *shown)
 
-    def _where(self, epoch: int, step: int) -> str:
-        """`epoch  3/10  step  156/1,560`, as wide at the start as at the end.
+    def _print(self, epoch: int, step: int, *shown: str) -> None:
+        """`epoch  3/10  step  156/1,560  ...`, as wide at the start as at the end.
 
         A run that had more epochs before than it is to have now has its own epoch and step as totals.
         """
-        if self.config.evaluate:
-            return f"epoch {epoch}  step {step:,}"
-        epochs, steps = f"{max(epoch, self.config.epochs):,}", f"{max(step, self.total_steps):,}"
-        return f"epoch {epoch:>{len(epochs)},}/{epochs}  step {step:>{len(steps)},}/{steps}"
+        where = f"epoch {epoch}  step {step:,}"
+        if not self.config.evaluate:
+            epochs, steps = f"{max(epoch, self.config.epochs):,}", f"{max(step, self.total_steps):,}"
+            where = f"epoch {epoch:>{len(epochs)},}/{epochs}  step {step:>{len(steps)},}/{steps}"
+        log.info("  ".join(filter(None, [where, *shown])))
 
     # ---- files: rank 0 may fail here alone; the other ranks learn it ------------------------------------------------
 
-    def _write(self, step: int, split: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    def _write(self, epoch: int, step: int, split: str, metrics: Mapping[str, Any], **about: float) -> None:
         if self.metrics is not None:
-            with storage_errors(self.metrics.path):
-                self.metrics.write(step, split, about, metrics)
-            self._update_status(max_age_s=STATUS_INTERVAL_S)
+            self.metrics.write(step, split, {"epoch": epoch, **about}, metrics)
+            self.write_status(max_age_s=STATUS_INTERVAL_S)
 
     def flush(self) -> None:
         """Before a checkpoint, which must not be on disk without the lines that led to it. Raises StorageError."""
         if self.metrics is not None:
-            with storage_errors(self.metrics.path):
-                self.metrics.flush()
-            self._update_status()
+            self.metrics.flush()
+            self.write_status()
 
     def close(self) -> None:
         """Close all files but status.json."""
@@ -178,19 +216,46 @@ class RunLog:
         if self.metrics is not None:
             self.metrics.close()
 
-    def _update_status(self, max_age_s: float = 0.0) -> None:
-        if time.monotonic() - self.status_written > max_age_s:
-            self.status_written = time.monotonic()
-            with storage_errors(self.output_dir.path / "status.json"):
-                self.write_status("running")
+    def stop_profiler(self) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+            if self.state.step - self.first_step < FIRST_STEP:
+                log.warning(f"warning: --profile: no trace, since the run ended before step {FIRST_STEP}")
 
-    def write_status(self, state: str, exit_code: int | None = None, message: str = "") -> None:
-        """Replace status.json, on rank 0. Raises OSError."""
-        state = "stopped" if exit_code == ExitCode.STOPPED else state
-        left = self.remaining.seconds(self.state.step) if state == "running" else None
+    def write_status(self, exit_code: int | None = None, message: str = "", max_age_s: float = 0.0) -> None:
+        """Replace status.json on rank 0, unless it is younger than `max_age_s`. Raises StorageError."""
+        if self.metrics is None or time.monotonic() - self.status_written < max_age_s:
+            return
+        self.status_written = time.monotonic()
+        state = {None: "running", 0: "done", ExitCode.STOPPED: "stopped"}.get(exit_code, "failed")
         progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
+        left = self._remaining_s() if state == "running" else None
         about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}
-        write_status(self.output_dir.path, **about)
+        with storage_errors(self.output_dir.path / "status.json"):
+            write_status(self.output_dir.path, **about)
+
+
+def start_profiler(folder: Path) -> profile:
+    """It writes a trace of a few steps of rank 0 to `folder`; chrome://tracing and ui.perfetto.dev show it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / "trace.json"
+
+    def write(finished: profile) -> None:
+        finished.export_chrome_trace(str(trace))
+        log.info(f"profile of steps {FIRST_STEP} to {LAST_STEP}: {trace}")
+
+    window = schedule(skip_first=FIRST_STEP - 2, wait=0, warmup=1, active=LAST_STEP - FIRST_STEP + 1, repeat=1)
+    profiler = profile(schedule=window, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def memory_mb(device: torch.device) -> float:
+    """The peak memory of this process in megabytes: of its GPU, or of the host if it has none."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
 
 
 def format_metrics(values: Mapping[str, float]) -> str:

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
@@ -25,22 +27,20 @@ POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost a
 def check_model(config: RunConfig, model: torch.nn.Module) -> None:
     """Refuse options that this model or this machine does not support. Raises UsageError or SetupError."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
-    batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in model.modules())
     if config.sync_bn and not gpu:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
-    if config.sync_bn and not batch_norm:
+    if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
     if config.comm_hook == "powersgd" and not gpu and torch.cuda.is_available():  # torch's hook would wait for a GPU
         raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
     if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
-        language, variable, names = ("C", "CC", ["gcc", "clang"]) if gpu else ("C++", "CXX", ["g++"])
-        missing = [os.environ[variable]] if variable in os.environ else names
-        if not any(map(shutil.which, missing)):
-            found = f"found no {' and no '.join(missing)}"
+        language, variable, *names = ("C", "CC", "gcc", "clang") if gpu else ("C++", "CXX", "g++")
+        tried = [os.environ[variable]] if variable in os.environ else names
+        if not any(map(shutil.which, tried)):
             remedy = f"install {names[0]}, set {variable}, or remove --compile"
-            raise SetupError(f"--compile needs a {language} compiler, but {found}: {remedy}")
+            raise SetupError(f"--compile needs a {language} compiler, but found no {' and no '.join(tried)}: {remedy}")
 
 
 def model_name(model: torch.nn.Module, config: RunConfig) -> str:
@@ -93,38 +93,37 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
     elif config.comm_hook != "none":
-        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        ddp_model.register_comm_hook(None, hooks[config.comm_hook])
+        ddp_model.register_comm_hook(None, getattr(default_hooks, f"{config.comm_hook}_compress_hook"))
     return ddp_model
 
 
 def _only_batch_norm_has_buffers(model: torch.nn.Module) -> bool:
     """Then no rank needs those of rank 0 while it trains: only evaluations and checkpoints read running statistics."""
-    others = (part for part in model.modules() if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm))
-    return not any(True for part in others for _ in part.buffers(recurse=False))
+    return all(_is_batch_norm(part) or not any(True for _ in part.buffers(recurse=False)) for part in model.modules())
+
+
+def _is_batch_norm(part: torch.nn.Module) -> bool:
+    return isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
     """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
-    unchecked = {
-        id(weight): (name, weight) for name, weight in ddp_model.module.named_parameters() if weight.requires_grad
-    }
+    unchecked = {id(weight): name for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not unchecked or ddp_model.find_unused_parameters or ddp_model.static_graph:
-            return
-        ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]} & unchecked.keys()
-        missing = [name for each, (name, weight) in unchecked.items() if each in ids and weight.grad is None]
-        if len(missing) == len(ids):  # no backward pass yet: a closure's will come, or this is another model's step
+        weights = [each for group in optimizer.param_groups for each in group["params"] if id(each) in unchecked]
+        missing = [unchecked[id(weight)] for weight in weights if weight.grad is None]
+        if len(missing) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
             return
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}; {rare}")
-        for each in ids:
-            del unchecked[each]
+        for weight in weights:
+            del unchecked[id(weight)]
 
-    register_optimizer_step_pre_hook(check)
+    if not (ddp_model.find_unused_parameters or ddp_model.static_graph):
+        register_optimizer_step_pre_hook(check)
 
 
 def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
@@ -132,9 +131,10 @@ def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
     frozen = {name: weight for name, weight in ddp_model.module.named_parameters() if not weight.requires_grad}
 
     def check(*_: Any) -> None:
-        if unfrozen := [name for name, weight in frozen.items() if weight.requires_grad]:
-            remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
-            raise UsageError(f"{unfrozen[0]} was unfrozen after wrap_model, so no rank would average it: {remedy}")
+        for name, weight in frozen.items():
+            if weight.requires_grad:
+                remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
+                raise UsageError(f"{name} was unfrozen after wrap_model, so no rank would average it: {remedy}")
 
     if frozen:
         ddp_model.register_forward_pre_hook(check)
@@ -155,23 +155,17 @@ class ModelEma:
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
-        self.module, self.decay = copy.deepcopy(model).requires_grad_(False), decay
-        tensors = _tensors_of(self.module).items()
+        self.module, self.average = copy.deepcopy(model).requires_grad_(False), get_ema_multi_avg_fn(decay)
         # Not the -inf of an attention mask, whose average with itself would be NaN.
-        self.averaged = {name for name, own in tensors if own.is_floating_point() and own.isfinite().all()}
+        tensors = _tensors_of(self.module).items()
+        self.averaged = [name for name, own in tensors if own.is_floating_point() and own.isfinite().all()]
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
         """After an optimizer step: average = decay x average + (1 - decay) x weights. Other buffers are copied."""
         ours, theirs = _tensors_of(self.module), _tensors_of(model)
-        averaged = [name for name in ours if name in self.averaged]
-        pair = [ours[name] for name in averaged], [theirs[name].detach() for name in averaged]
-        if (lerp := getattr(torch, "_foreach_lerp_", None)) is not None:  # all weights in a few kernels
-            lerp(*pair, 1 - self.decay)
-        else:
-            for own, other in zip(*pair, strict=True):
-                own.lerp_(other, 1 - self.decay)
-        for name in ours.keys() & theirs.keys() - self.averaged:  # a model may register buffers in its first pass
+        self.average([ours[name] for name in self.averaged], [theirs[name] for name in self.averaged], 0)
+        for name in (ours.keys() & theirs.keys()).difference(self.averaged):  # a first pass may register buffers
             ours[name].copy_(theirs[name])
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +176,7 @@ class ModelEma:
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
