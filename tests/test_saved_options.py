@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ddp.checkpoint.reuse import saved_names, with_saved_options
 from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.options import flag_of, option
 from ddp.distributed.rank_env import RankEnv
+from faults import fault
 from processes import train
 
 pytestmark = pytest.mark.slow
@@ -126,6 +128,18 @@ def test_an_evaluation_without_a_checkpoint_and_a_training_keep_their_options(tr
     ):
         config = Config.parse(words)
         assert asdict(with_saved_options(config, FIRST)) == asdict(config)
+
+
+@fault(3)
+def test_a_damaged_newest_checkpoint_is_skipped(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options come from the one before it, as the weights do."""
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 101})
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run/checkpoints/step_00000099.pt").write_bytes(newest(trained).read_bytes()[:5000])
+    output = train(1, "--evaluate", "--output-dir", tmp_path / "run")
+    (line,) = lines(trained, "val")
+    assert "step_00000099.pt cannot be used" in output
+    assert evaluated(output) == [(f"{line['loss']:.4f}", f"{line['accuracy']:.4f}")]
 
 
 @pytest.mark.parametrize(

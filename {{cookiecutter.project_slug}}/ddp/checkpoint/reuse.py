@@ -37,11 +37,16 @@ def with_saved_options(config: Config, env: RankEnv) -> Config:
     """
     if not config.evaluate:
         return config
-    path: Path | None = Path(config.resume)
+    paths, saved = [Path(config.resume)], {}
     if config.resume in RESUME_WORDS:
-        path = next(iter(CheckpointDirectory(config).paths()), None) if config.output_dir else None
-    on_first_machine = env.rank == env.local_rank
-    saved = _saved_options(path) if path is not None and (on_first_machine or path.exists()) else {}
+        paths = CheckpointDirectory(config).paths() if config.output_dir else []
+    for path in paths:
+        try:
+            saved = _saved_options(path) if env.rank == env.local_rank or path.exists() else {}
+            break
+        except CheckpointError:
+            if path == paths[-1]:
+                raise
     taken = {name: saved[name] for name in saved_names(config) if name in saved}
     for name in sorted(config.given & taken.keys()):
         ours, theirs = getattr(config, name), taken.pop(name)

@@ -168,8 +168,8 @@ class EvalLoader(_Loader):
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
                     check_batch(batch, self.dataset)
-                # A model or a loss may draw random numbers: the same for any number of processes.
-                seed_step(self.config.seed, number * self.ctx.world_size + self.ctx.rank, EVALUATION)
+                # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
+                seed_step(self.config.seed, number * self.ctx.world_size + self.ctx.rank, rank=-2)
                 yield batch
                 if number < len(batches) // self.ctx.world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
