@@ -86,12 +86,17 @@ class FailureMonitor:
         """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
         self._call_store(lambda: self.store.set("saved", str(step)))
 
+    def _learn_saved_step(self) -> None:
+        """Record what rank 0 has shared: its store may be out of reach when this rank has to know it."""
+        saved = read_key(self.store, "saved")
+        if saved and int(saved) != process_exit.saved_step:
+            process_exit.record_saved(int(saved))
+
     def add_saved_step(self, error: BaseException) -> None:
         """Add to a PeerLost from which step the run can be resumed."""
         if not isinstance(error, PeerLost) or isinstance(error, CollectiveMismatch) or error.on_every_rank:
             return
-        if shared := self._call_store(lambda: read_key(self.store, "saved")):
-            process_exit.record_saved(int(shared))
+        self._call_store(self._learn_saved_step)
         saved = process_exit.saved_step
         resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
         if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
@@ -192,6 +197,7 @@ class FailureMonitor:
             while self.found is None and self.state != State.LEAVING:
                 self.reports.respond()
                 self._warn_of_wait()
+                self._learn_saved_step()
                 self.found = self.other_failed() or self._find_cause()
                 if self.not_running.wait(POLL_INTERVAL_S):
                     time.sleep(FAST_POLL_INTERVAL_S)
