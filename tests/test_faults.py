@@ -727,6 +727,13 @@ def test_a_rank_that_exits_early_is_named(small: None, way: str, tmp_path: Path)
     assert "Traceback" not in ranks.output() and "rank 1" in ranks.output(0)
 
 
+@fault(14)
+def test_a_run_that_its_owner_ends_early_is_not_done(small: None, tmp_path: Path) -> None:
+    assert start_faulty(1, lambda rank, number: sys.exit(0), "--output-dir", tmp_path).wait() == [0]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 0)
+
+
 @fault(15)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: int, tmp_path: Path) -> None:

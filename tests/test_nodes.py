@@ -606,12 +606,19 @@ def test_a_signal_before_training_begins_ends_all_with_75(two: list[Machine], pr
 
 @fault(9)
 def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(project: Path) -> None:
-    launcher = alone(project, "die()", "--max-restarts", 3)
+    path = project / "out/status.json"
+    path.parent.mkdir()
+    do = f"pathlib.Path({str(path)!r}).write_text(json.dumps(dict(state='running', step=5, "
+    do += f"pid=os.getpid(), host={platform.node()!r}, message=''))); die()"
+    launcher = alone(project, do, "--max-restarts", 3, "--", "--output-dir", path.parent)
     launcher.until("starting again")
-    start = time.monotonic()
+    waiting, start = json.loads(path.read_text()), time.monotonic()
     launcher.signal(signal.SIGINT)
     assert launcher.wait() == 75 and time.monotonic() - start < 2
     assert "stopped by SIGINT before the restart" in launcher.output()
+    status = json.loads(path.read_text())
+    assert (waiting["state"], status["state"], status["exit_code"]) == ("running", "stopped", 75)
+    assert status["pid"] == waiting["pid"], "that of the run, not of the launcher"
 
 
 # ---- no orphans -----------------------------------------------------------------------------------------------------

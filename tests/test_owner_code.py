@@ -29,6 +29,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, Datasets, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.rank_env import Launcher
 from ddp.distributed.seeds import derive_seed
 from ddp.distributed.tensors import map_tensors
 from ddp.training.meter import Meter
@@ -362,6 +363,9 @@ class Boxes:
         ("cat", "cat", True),
         ("cat", "dog", False),
         (None, None, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        (Launcher.SRUN, Launcher.SRUN, True),
     ],
 )
 def test_samples_are_compared_by_their_values(one: Any, other: Any, equal: bool) -> None:
@@ -703,6 +707,16 @@ def test_what_a_saved_object_holds_and_saves_is_not_reported() -> None:
     assert changed_after_a_step([network, outer, both]) == []
     assert changed_after_a_step([network, both]) == ["inner", "outer"]
     assert changed_after_a_step([network, outer]) == ["warmup", "both"]
+
+
+class Namespace(dict):
+    """Answers every attribute, with None if it has none, as some libraries for configurations do."""
+
+    __getattr__ = dict.get
+
+
+def test_an_object_that_answers_every_attribute_is_no_state() -> None:
+    assert UnsavedState({"settings": Namespace()}, []).changed() == []
 
 
 class NoisySGD(torch.optim.SGD):

@@ -146,6 +146,19 @@ def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
+@fault(25, 42)
+def test_another_program_that_holds_the_port_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the node has waited before: its patience begins with the first answer of that program."""
+    monkeypatch.setattr(rendezvous, "FOREIGN_PROGRAM_GRACE_S", 1.0)
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
+    time.sleep(1.5)
+    with listen(endpoint.port) as other, other.accept()[0] as connection:
+        connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+    nodes.append(in_thread(join_nodes, node_info(0), endpoint))
+    assert [node.result(10) for node in nodes] == [None] * 3
+
+
 @fault(27, 42)
 def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not() -> None:
     endpoint = free_endpoint()

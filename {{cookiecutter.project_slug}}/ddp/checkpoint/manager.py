@@ -138,8 +138,9 @@ class CheckpointManager:
         }
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
-        self.infinite = self._find_non_finite(self._states())
-        content = read_on_main(self.ctx, self._find)
+        states = self._states()
+        self.infinite = self._find_non_finite(states)
+        content = read_on_main(self.ctx, partial(self._find, states))
         if content:
             self._load(content)
         return content.get("path")
@@ -168,14 +169,14 @@ class CheckpointManager:
         """The names in a checkpoint that no part may have."""
         return {"path", "random", *self.facts, *asdict(self.train_state)}
 
-    def _find(self) -> dict[str, Any]:
+    def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""
         config, facts = self.config, self.facts
         if not (content := self.directory.find()):
             return {}
         path = Path(content["path"])
         parts = {name: content[name] for name in content if name not in self._reserved()}
-        if found := run_differences(config, {**facts, "parts": self._states()}, {**content, "parts": parts}):
+        if found := run_differences(config, {**facts, "parts": states}, {**content, "parts": parts}):
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"

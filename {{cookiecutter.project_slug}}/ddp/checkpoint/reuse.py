@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,13 +41,16 @@ def with_saved_options(config: Config, env: RankEnv) -> Config:
     paths, saved = [Path(config.resume)], {}
     if config.resume in RESUME_WORDS:
         paths = CheckpointDirectory(config).paths() if config.output_dir else []
+    reasons = []
     for path in paths:
         try:
-            saved = _saved_options(path) if env.rank == env.local_rank or path.exists() else {}
+            saved = _saved_options(path) if env.rank == env.local_rank or os.path.exists(path) else {}
             break
-        except CheckpointError:
-            if path == paths[-1]:
-                raise
+        except CheckpointError as error:
+            reasons.append(str(error))
+    else:
+        if reasons:
+            raise CheckpointError("; ".join(reasons))
     taken = {name: saved[name] for name in saved_names(config) if name in saved}
     for name in sorted(config.given & taken.keys()):
         ours, theirs = getattr(config, name), taken.pop(name)

@@ -107,7 +107,7 @@ class UnsavedState:
             name: (value, _sample(value))
             for name, value in variables.items()
             if not isinstance(value, type) and id(value) not in held
-            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
             if ours.isdisjoint(_pointers(value))  # not a wrapper of the model
         }
 

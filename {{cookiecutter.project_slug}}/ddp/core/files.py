@@ -74,7 +74,7 @@ def storage_errors(path: Path, needed: int | None = None) -> Iterator[None]:
 def write_status(output_dir: Path, **status: Any) -> None:
     """Replace status.json, and record the process that wrote it."""
     path = output_dir / "status.json"
-    status |= {"pid": os.getpid(), "host": platform.node()}
+    status = {"pid": os.getpid(), "host": platform.node()} | status
     try:
         write_json(path, status)
     except OSError:

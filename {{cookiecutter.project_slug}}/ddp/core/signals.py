@@ -122,7 +122,8 @@ class StopSignal(SignalHandler):
             late = self.reason is not None and time.monotonic() - self.requested_at > NOTICE_AFTER_S
             if late and self.defer_to_step_end and process_exit.exiting_with is None and not self.announced:
                 self.announced = True
-                log.info("stop requested: saving and exiting after this step (signal again to quit immediately)")
+                again = " (signal again to quit immediately)" if self.first is not None else ""
+                log.info("stop requested: saving and exiting after this step%s", again)
             deadline = self.deadline
             if deadline is not None and time.monotonic() > deadline[0]:
                 dump_stacks(process_exit.rank)

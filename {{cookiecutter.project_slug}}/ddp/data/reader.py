@@ -107,8 +107,10 @@ def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
         return False
+    if one is other:  # such as a member of an Enum, whose attributes lead back to it
+        return True
     if isinstance(one, Mapping):
-        one, other = list(one.items()), list(other.items())
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans

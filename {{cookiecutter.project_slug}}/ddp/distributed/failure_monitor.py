@@ -89,7 +89,8 @@ class FailureMonitor:
     def _learn_saved_step(self) -> None:
         """Record what rank 0 has shared: its store may be out of reach when this rank has to know it."""
         saved = read_key(self.store, "saved")
-        if saved and int(saved) != process_exit.saved_step:
+        known = -1 if process_exit.saved_step is None else process_exit.saved_step
+        if saved and int(saved) > known:  # rank 0 itself may be about to share a newer one
             process_exit.record_saved(int(saved))
 
     def add_saved_step(self, error: BaseException) -> None:
@@ -243,7 +244,7 @@ class FailureMonitor:
             return None
         silent = [rank for rank in self.others if rank not in reports]
         lost = rank_names([rank for rank in silent if not self.store.check([f"done/{rank}"])])
-        if stuck:
+        if stuck and not lost:
             dump_stacks(self.rank)
         if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
             return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")

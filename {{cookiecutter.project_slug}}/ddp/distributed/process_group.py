@@ -2,9 +2,10 @@
 
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -58,11 +59,11 @@ class DistContext:
         if self.rank == 0:
             try:
                 result[0] = action(*arguments)
-            except UserError as error:
-                error.on_every_rank = True
-                result[1] = error
-            except Exception as error:  # rank 0 prints its traceback
+            except Exception as error:
                 bug, result[1:] = error, [f"{type(error).__name__}: {error}", exit_code_of(error)]
+                with suppress(Exception):  # one of the owner's may need two arguments, which pickle does not know
+                    if isinstance(error, UserError) and pickle.loads(pickle.dumps(error)):
+                        error.on_every_rank, result[1] = True, error
         dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
         value, failure, code = result
         if bug is not None or isinstance(failure, UserError):

@@ -170,8 +170,11 @@ def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: Fa
     def missing() -> list[int]:
         return [rank for rank in range(env.world_size) if not store.check([f"rank_info/{rank}"])]
 
-    notice = "waiting for %s of %s processes"
-    for _ in _attempts(monitor.timeout, lambda: log.info(notice, rank_names(missing()), env.world_size)):
+    def announce() -> None:
+        if env.rank == 0:  # each of many ranks would ask the store for all others
+            log.info("waiting for %s of %s processes", rank_names(missing()), env.world_size)
+
+    for _ in _attempts(monitor.timeout, announce):
         if store.check(keys):
             return
         if failed := monitor.other_failed():

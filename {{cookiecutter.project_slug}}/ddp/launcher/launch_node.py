@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from ddp.core.errors import ExitCode, SetupError, Stopped, UsageError, UserError, plural, print_line, report_error
+from ddp.core.errors import (
+    ExitCode,
+    SetupError,
+    Stopped,
+    UsageError,
+    UserError,
+    one_line,
+    plural,
+    print_line,
+    report_error,
+)
 from ddp.core.files import correct_status, read_status
 from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
@@ -108,6 +118,7 @@ class NodeAgent(SignalHandler):
 
     def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
         super().__init__()
+        self.pids: list[int] = []  # of the last workers
         self.when = ""  # what Stopped reports; empty while workers run
         self.install()
         self.options, self.config, self.main_options = options, config, main_options
@@ -125,7 +136,11 @@ class NodeAgent(SignalHandler):
         """Run the workers, again if a process is lost and a restart is left; progress resets the count of restarts."""
         restarts, furthest_step, pause = 0, -1, 0
         while True:
-            self._connect_nodes(pause)
+            try:
+                self._connect_nodes(pause)
+            except UserError as error:
+                self._correct_status(error.exit_code, one_line(error))
+                raise
             result = self._run_workers(self.options.max_restarts - restarts)
             if result.saved_step > furthest_step:
                 restarts, furthest_step = 0, result.saved_step
@@ -137,6 +152,7 @@ class NodeAgent(SignalHandler):
             start = "from the last checkpoint, if there is one" if furthest_step < 0 else f"from step {furthest_step:,}"
             count = f"restart {restarts} of {self.options.max_restarts}"
             self._print(f"{reason} (exit code {result.exit_code}); starting again {start}, {count}, in {pause} s")
+        self._correct_status(result.exit_code, result.message)
         if not result.reported:
             self._print(result.message)
         elif self.shows_no_progress and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
@@ -181,7 +197,11 @@ class NodeAgent(SignalHandler):
             nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
         with closing(WorkerGroup(self.nproc, nodes, self.main_options, self.config.timeout, variables)) as group:
             group.watch(self)
-            result = group.result()
-            for folder in output_dirs(self.config.output_dir):  # if rank 0 was killed, status.json says "running"
-                correct_status(folder, group.pids(), result.exit_code, result.message)
-        return result
+            self.pids = group.pids()
+            return group.result()
+
+    def _correct_status(self, exit_code: int, message: str) -> None:
+        """Record the end of a run whose rank 0 was killed: status.json would report it as running."""
+        if not (self.options.check or self.config.evaluate):  # then the file belongs to another run
+            for folder in output_dirs(self.config.output_dir):
+                correct_status(folder, self.pids, exit_code, message)

@@ -7,11 +7,12 @@ node, within seconds.
 
 import errno
 import json
+import math
 import socket
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UserError, one_line, print_line
@@ -66,7 +67,7 @@ def _check_address(info: NodeInfo, endpoint: Endpoint) -> None:
         raise SetupError(f"--master-addr {endpoint.host}: {problem}") from error
     if info.node_rank == 0 and not any(is_own_address(str(entry[4][0])) for entry in found):
         with suppress(OSError, ValueError):  # if there is another node 0, both report the mismatch
-            _request_start(info, endpoint)
+            _request_start(info, replace(endpoint, grace=LATE_NODES_GRACE_S))
         own = [address for address in addresses() if not is_loopback(address) and not address.startswith("fe80")]
         here = f"{info.host}, which has --node-rank 0 (its addresses: {', '.join(own) or 'none'})"
         remedy = "pass one of these on every node, or change this --node-rank"
@@ -88,22 +89,23 @@ def _detect_dead_peer(connection: socket.socket) -> None:
 def _register(info: NodeInfo, endpoint: Endpoint) -> None:
     """Ask node 0 until it responds."""
     me, there = f"node {info.node_rank} ({info.host})", f"node 0 at {endpoint}"
-    start, grace, announced = time.monotonic(), endpoint.grace, False
+    start, grace, announced, foreign_since = time.monotonic(), endpoint.grace, False, math.inf
     while True:
         try:
             return _request_start(info, endpoint)
         except (OSError, ValueError) as error:
-            waited, why, foreign = time.monotonic() - start, _reason(error), isinstance(error, ValueError)
+            now, why = time.monotonic(), _reason(error)
+            foreign_since = min(foreign_since, now) if isinstance(error, ValueError) else math.inf
             unreachable = getattr(error, "errno", None) == errno.ENETUNREACH
         if unreachable and not endpoint.restart:
             raise SetupError(f"{me} has no route to {there} ({why}): check --master-addr and the network")
-        if foreign and waited > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
+        if now - foreign_since > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
             remedy = "end that program, or choose another --master-port for all nodes"
             raise SetupError(f"{me} finds another program than {there}: {remedy}")
-        if waited > grace:
+        if now - start > grace:
             hint = "check that launch_node.sh runs there with this --master-port, and that no firewall blocks the port"
             raise endpoint.timeout_error(f"{me} got no answer from {there} within {grace:g} s ({why}): {hint}")
-        if waited > REPLY_TIMEOUT_S and not announced:
+        if now - start > REPLY_TIMEOUT_S and not announced:
             announced = True
             print_line(f"node {info.node_rank}: waiting for {there} (up to {grace:g} s; {why})")
         time.sleep(RETRY_INTERVAL_S)
@@ -245,7 +247,7 @@ class RendezvousServer:
             return
         node = NodeInfo.from_json(client.received)
         node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
-        if not is_loopback(own):
+        if self.info.address == self.endpoint.host or not is_loopback(own):
             self.info.address = own
         self.mismatch = self.mismatch or self._conflict(node)
         client.node = node  # also a wrong one receives the answer

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,9 +189,11 @@ class WorkerGroup(WorkerProcesses):
         if self.quit_signal is not None:
             return RunResult(128 + self.quit_signal, str(QuitImmediately(self.quit_signal)), reported=False)
         reports = []
-        for error in (json.loads(text)["message"] for text in self._read("error.json")):
-            info = error["extraInfo"]
-            reports.append((not info["cause"], int(info["timestamp"]), error["errorCode"], error["message"]))
+        for text in self._read("error.json"):
+            with suppress(ValueError, KeyError, TypeError):  # torch's own, if the owner puts its @record on main
+                error = json.loads(text)["message"]
+                info = error["extraInfo"]
+                reports.append((not info["cause"], int(info["timestamp"]), error["errorCode"], error["message"]))
         *_, reported, why = min(reports, default=(0, ""))  # the root cause
         # Of our process around torchrun (run_torchrun.py): 8 if a worker was killed, 75 if torchrun was signalled.
         code, lost = self.torchrun.returncode, ExitCode.PEER_LOST

@@ -240,7 +240,7 @@ class Run:
         with storage_errors(path):
             self.log.stop_profiler()
             self.log.close()
-            self.log.write_status(0)
+            self.log.write_status(0, done=True)
         newest = next(iter(self.checkpoints.directory.paths()), None)
         if newest is None:  # a finished run's checkpoint, in a new directory
             return

@@ -219,15 +219,18 @@ class RunLog:
     def stop_profiler(self) -> None:
         if self.profiler is not None:
             self.profiler.stop()
-            if self.state.step - self.first_step < FIRST_STEP:
+            if self.state.step - self.first_step < FIRST_STEP - 1:
                 log.warning(f"warning: --profile: no trace, since the run ended before step {FIRST_STEP}")
 
-    def write_status(self, exit_code: int | None = None, message: str = "", max_age_s: float = 0.0) -> None:
+    def write_status(
+        self, exit_code: int | None = None, message: str = "", max_age_s: float = 0.0, *, done: bool = False
+    ) -> None:
         """Replace status.json on rank 0, unless it is younger than `max_age_s`. Raises StorageError."""
         if self.metrics is None or time.monotonic() - self.status_written < max_age_s:
             return
         self.status_written = time.monotonic()
-        state = {None: "running", 0: "done", ExitCode.STOPPED: "stopped"}.get(exit_code, "failed")
+        states: dict[int | None, str] = {None: "running", ExitCode.STOPPED: "stopped"}
+        state = "done" if done else states.get(exit_code, "failed")
         progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
         left = self._remaining_s() if state == "running" else None
         about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}

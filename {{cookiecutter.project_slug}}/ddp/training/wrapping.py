@@ -111,6 +111,8 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
     unchecked = {id(weight): name for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not unchecked or ddp_model.find_unused_parameters or ddp_model.static_graph:
+            return
         weights = [each for group in optimizer.param_groups for each in group["params"] if id(each) in unchecked]
         missing = [unchecked[id(weight)] for weight in weights if weight.grad is None]
         if len(missing) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
@@ -122,8 +124,7 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
         for weight in weights:
             del unchecked[id(weight)]
 
-    if not (ddp_model.find_unused_parameters or ddp_model.static_graph):
-        register_optimizer_step_pre_hook(check)
+    register_optimizer_step_pre_hook(check)
 
 
 def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
