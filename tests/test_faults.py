@@ -143,6 +143,13 @@ def test_a_signal_to_a_forked_process_is_no_request_to_its_rank(small: None, tmp
                 os._exit(0)
             os.kill(pid, signal.SIGTERM)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+            # What the program has blocked stays blocked: a DataLoader worker has to ignore signals first.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            pid = os.fork()
+            if pid == 0:
+                os._exit(int(signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+            assert os.waitpid(pid, 0)[1] == 0
+            assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         time.sleep(0.2)
 
     ranks = start_faulty(2, inject, "--max-steps", 12, "--output-dir", tmp_path)

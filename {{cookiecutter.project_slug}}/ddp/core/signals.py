@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from ddp.core.errors import PeerLost, QuitImmediately, Stopped, UserError
@@ -69,11 +68,12 @@ class StopSignal(SignalHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reason: int | None = None  # a signal, to any rank, or LAUNCHER_GONE; None until then
+        self.reason: int | None = None  # a signal that this or another rank has received, or LAUNCHER_GONE
         self.text = ""  # why, in words, if the program asked for the stop
         self.requested_at = 0.0
         self.defer_to_step_end = False  # True while a stop can wait for the end of a step
-        self.announced = False  # or need not be, because the run fails
+        self.announced = False  # True once the stop was announced; also if the run fails, because no step follows
+        self.mask: set[Any] = set()  # of signals that were blocked before a fork
         self.parent: int | None = None  # the launcher's process id; 0 if it is in another PID namespace
         self.deadline: tuple[float, BaseException] | None = None
 
@@ -90,10 +90,21 @@ class StopSignal(SignalHandler):
         for number in STOP_SIGNALS:  # Python runs no handler while a system call waits
             signal.siginterrupt(number, False)
         # A signal to a forked process, such as one of a Pool, is no request to the rank, whose pipe it shares.
-        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOP_SIGNALS)
-        unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore_signals)
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forget)
         threading.Thread(target=self._watch, args=(pipe,), name="stop signal", daemon=True).start()
+
+    def _block(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def _forget(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        self._unblock()
 
     def mark_requested(self, reason: int | None, text: str = "") -> None:
         """A stop was requested: by a signal to this rank, by the program, or on another rank."""
@@ -173,15 +184,6 @@ def stop_error(reason: int | None, detail: str, text: str = "") -> UserError:
         error = PeerLost(f"the launcher is gone: stopped {detail}")
         error.on_every_rank = True
     return error
-
-
-def _restore_signals() -> None:
-    """In a forked process, whose parent has blocked the signals meanwhile."""
-    signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

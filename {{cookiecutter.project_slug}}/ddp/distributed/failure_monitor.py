@@ -240,7 +240,7 @@ class FailureMonitor:
         broken = self.state == State.BROKEN
         stuck = not broken and self._gpu_is_stuck()
         reports = self._ask() if broken or stuck or self._stop_is_overdue() else None
-        if reports is None:
+        if reports is None or not (broken or stuck or self._stop_is_overdue()):  # the ranks may have agreed meanwhile
             return None
         silent = [rank for rank in self.others if rank not in reports]
         lost = rank_names([rank for rank in silent if not self.store.check([f"done/{rank}"])])

@@ -29,14 +29,14 @@ STATUS_INTERVAL_S = 1.0
 FIRST_STEP, LAST_STEP = 10, 15  # of --profile, from the start or resume on: after the warm-up of caches and compilers
 
 
-class Mark(NamedTuple):
+class Moment(NamedTuple):
     """A moment of the training. Both times are in seconds; the clock stands still in evaluations and saves."""
 
     step: int
     clock: float
     waited: float  # for data
 
-    def rates(self, end: "Mark", global_batch: int) -> dict[str, float]:
+    def rates(self, end: "Moment", global_batch: int) -> dict[str, float]:
         """Until `end`: samples/s of all ranks, ms per step, and ms of it spent waiting for data."""
         steps, elapsed = end.step - self.step, end.clock - self.clock
         return {
@@ -58,7 +58,7 @@ class RunLog:
         self.loader: Any = None  # from start() on, as the next two lines
         self.resumed_from: str | None = None
         self.first_step, self.total_steps, self.started = 0, 0, 0.0
-        self.epoch_mark = self.logged_mark = Mark(0, 0.0, 0.0)  # where the epoch and the next logged steps begin
+        self.epoch_moment = self.logged_moment = Moment(0, 0.0, 0.0)  # where the epoch and the next logged steps begin
         self.last_train = ""  # the figures of the last logged steps of this epoch, for the console
         self.paused_s, self.status_written = 0.0, 0.0  # all pauses together; when status.json was last written
 
@@ -106,7 +106,7 @@ class RunLog:
 
     def start_epoch(self) -> None:
         """Show a progress bar on a terminal, and measure the speed from here on."""
-        self.last_train, self.epoch_mark, self.logged_mark = "", self._mark(), self._mark()
+        self.last_train, self.epoch_moment, self.logged_moment = "", self._moment(), self._moment()
         if self.metrics is not None and sys.stderr.isatty():
             total = self.loader.steps_per_epoch
             options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
@@ -133,8 +133,8 @@ class RunLog:
         yield
         self.paused_s += time.perf_counter() - start
 
-    def _mark(self) -> Mark:
-        return Mark(self.state.step, time.perf_counter() - self.paused_s, self.loader.wait_s)
+    def _moment(self) -> Moment:
+        return Moment(self.state.step, time.perf_counter() - self.paused_s, self.loader.wait_s)
 
     def _remaining_s(self) -> float | None:
         """Until the end of the run, from the steps so far, evaluations and all. None before the first one."""
@@ -147,8 +147,8 @@ class RunLog:
     def log_train(self, metrics: Mapping[str, float], lr: float, *, on_console: bool) -> None:
         """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line."""
         state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
-        before, self.logged_mark = self.logged_mark, self._mark()
-        rates = before.rates(self.logged_mark, self.loader.global_batch)
+        before, self.logged_moment = self.logged_moment, self._moment()
+        rates = before.rates(self.logged_moment, self.loader.global_batch)
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
             self._write(state.epoch + 1, state.step, "train", metrics, **about)
@@ -181,8 +181,8 @@ class RunLog:
         if metrics:
             self._write(epoch, state.step, "val", metrics, count=count)
             shown += [f"val  {format_metrics(metrics)}", "best" if state.best_step == state.step else ""]
-        if self.logged_mark.step > self.epoch_mark.step:
-            rates = self.epoch_mark.rates(self.logged_mark, self.loader.global_batch)
+        if self.logged_moment.step > self.epoch_moment.step:
+            rates = self.epoch_moment.rates(self.logged_moment, self.loader.global_batch)
             shown.append(f"{rates['samples_per_s']:,.0f} samples/s")
         self._print(epoch, state.step, *shown)
 
