@@ -4,10 +4,11 @@ A checkpoint is an ordinary torch file, which is a zip archive. Its SHA-256 is i
 of the file, which `torch.load` does not read: torch.load alone accepts flipped bits without an error.
 
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
-or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files from before are there,
-because old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of metrics.jsonl that
-led to a checkpoint were synced before it; a resumed run deletes later lines, and syncs the file as well. status.json
-and config.json are not synced: they may be old or empty, and resuming does not read them.
+or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
+without the new one: old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of
+metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the lines after its checkpoint, and
+syncs the file again. status.json and config.json are not synced: they may be old or empty, and resuming does not read
+them.
 """
 
 import hashlib

@@ -86,7 +86,7 @@ class PeerFailed(UserError):
 
 
 class Stopped(UserError, exit_code=ExitCode.STOPPED, on_every_rank=True):
-    """A signal asked the run to stop, and it stopped in an orderly way."""
+    """A signal, or the program, asked the run to stop, and it stopped in an orderly way."""
 
 
 class QuitImmediately(UserError):

@@ -104,7 +104,7 @@ class Run:
     def request_stop(self, reason: str = "") -> None:
         """Ask all ranks to save and exit with 75: within a second, after a step. One rank is enough.
 
-        reason: all ranks print it, and status.json has it. Not a collective.
+        reason: rank 0 prints it, as does each other node, and status.json has it. Not a collective.
         """
         stop_signal.mark_requested(signal.SIGTERM, reason)
 
@@ -294,7 +294,7 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     metric: the value of the validation metrics that decides which checkpoint becomes best.pt; higher is better.
     trackers: functions that rank 0 alone calls with `config` before the first line of metrics, for example of W&B. What
     they return has the methods `log(step, split, metrics)`, called after each line of metrics.jsonl with its numbers
-    (split: train, train_epoch, val or test), and `close()`, called when the run ends, however it ends.
+    (split: train, train_epoch, val or test), and `close()`, called when the run ends, unless a hang has to be ended.
     """
     ctx.check_same({**config.shared_options(), **hash_source_files()})
     run = Run(config, ctx, metric, trackers)
