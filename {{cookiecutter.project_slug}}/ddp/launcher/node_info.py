@@ -67,7 +67,7 @@ class NodeInfo:
     def differences(self, other: "NodeInfo") -> str:
         """What another node would run that this one would not, and what to do; empty if there is nothing."""
         found = differences(self.shared, other.shared, "{name} is {first} and {second}")
-        found = [re.sub("^(the file .*) is .*", r"\1 differs", text) for text in found]  # hashes say nothing
+        found = [re.sub("^(the file .*) is .*", r"\1 differs", text) for text in found]  # without the hashes
         remedy = "Start all nodes with the same options, code and versions"
         return f"{self} and {other} do not agree: {first_few(found, limit=3)}. {remedy}" if found else ""
 

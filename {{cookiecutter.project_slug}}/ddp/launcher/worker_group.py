@@ -55,7 +55,7 @@ class RunResult:
 
 
 class WorkerProcesses:
-    """Processes that are watched, asked to stop and killed together, whoever starts them: torchrun, or --nproc."""
+    """Processes that are watched, asked to stop and killed together: those of torchrun, or of --nproc."""
 
     # After the first failure the others have time to report it: seconds until they are asked to stop, and are killed.
     stop_after_s, kill_after_s = math.inf, math.inf

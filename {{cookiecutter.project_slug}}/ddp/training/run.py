@@ -184,8 +184,9 @@ class Run:
             self._refuse_unsaved_state()
         self.first_step = False
         self.log.step()
-        at_end = self._epoch_is_complete() or state.step >= self.max_steps
-        if state.step % self.config.log_every == 0 or self._epoch_is_complete():
+        complete = self._epoch_is_complete()
+        at_end = complete or state.step >= self.max_steps
+        if state.step % self.config.log_every == 0 or complete:
             on_console = not at_end and loader.steps_per_epoch > self.config.log_every
             self.log.log_train(self.meter.take(), self.schedules[0].lr, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:

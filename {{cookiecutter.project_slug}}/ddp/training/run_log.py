@@ -30,7 +30,7 @@ FIRST_STEP, LAST_STEP = 10, 15  # of --profile, from the start or resume on: aft
 
 
 class Moment(NamedTuple):
-    """A moment of the training. Both times are in seconds; the clock stands still in evaluations and saves."""
+    """A moment of the training. Both times are in seconds; the clock stops during evaluations and saves."""
 
     step: int
     clock: float
