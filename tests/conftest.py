@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import FAULTS, NOT_SHOWN
+from faults import FAULTS, IN_PROJECT, NOT_SHOWN
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
@@ -68,4 +68,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
     for item in items:
         rows = [row for mark in item.iter_markers("fault") for row in mark.args]
+        rows += IN_PROJECT.get(item.nodeid.rpartition("/")[2].partition("[")[0], ())
         item.user_properties.append(("faults", rows))

@@ -61,6 +61,24 @@ NOT_SHOWN = {
     38: "NCCL: the main thread is blocked in a C call instead",
     39: "a GPU: the tests raise the errors that torch raises there",
 }
+# Tests of the generated project that inject some of them: file::test -> rows.
+IN_PROJECT = {
+    "test_checkpoints.py::test_a_run_resumes_from_the_newest_checkpoint_that_is_not_damaged": (3, 4),
+    "test_checkpoints.py::test_if_all_checkpoints_are_damaged_no_new_run_starts": (5,),
+    "test_checkpoints.py::test_every_flipped_byte_and_every_truncation_is_detected": (3, 4),
+    "test_checkpoints.py::test_a_file_of_another_program_is_refused_and_runs_no_code": (6,),
+    "test_checkpoints.py::test_with_another_number_of_processes_the_epoch_continues_where_it_was": (20,),
+    "test_checkpoints.py::test_options_that_make_another_run_are_refused_by_name": (21,),
+    "test_failures.py::test_a_rank_that_fails_ends_all_with_one_cause_and_one_code": (1, 13, 14, 15, 23, 37),
+    "test_failures.py::test_a_second_signal_ends_a_process_that_does_not_reach_the_end_of_its_step": (10,),
+    "test_loader.py::test_all_ranks_take_the_same_steps_and_evaluate_each_sample_once": (
+        17,
+        18,
+    ),
+    "test_project.py::test_a_killed_or_stopped_run_resumes_bit_for_bit": (1, 9),
+    "test_start.py::test_a_bad_option_is_refused_with_what_is_allowed": (33,),
+    "test_start.py::test_an_incomplete_environment_of_a_launcher_is_refused_with_what_is_missing": (32,),
+}
 
 
 def fault(*rows: int) -> Callable[[Test], Test]:

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -34,10 +33,11 @@ import torch._dynamo  # DDP imports it, in a second: here, once, before the rank
 import torch.nn.functional as F
 from benchmark_report import DATA, NO_SYNC, STRONG, WEAK
 from PIL import Image
+from test_loader import Noise, Numbers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import tensorboard  # noqa: F401  the same
-from torch.utils.data import Dataset, DistributedSampler, Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
@@ -51,7 +51,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.loader import EvalLoader, ResumableSampler, TrainLoader
+from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault
@@ -934,72 +934,6 @@ def test_batches_are_on_the_gpu_also_if_the_images_stay_in_host_memory(
 # ---- the sampler ----------------------------------------------------------------------------------------------------
 
 
-def sampled(
-    samples: int, world_size: int, global_batch: int, epoch: int, samples_consumed: int, seed: int = 0
-) -> list[list[int]]:
-    """Which samples each rank is given after the first `samples_consumed` ones."""
-    found = []
-    for rank in range(world_size):
-        sampler = ResumableSampler(Numbers(samples), rank, world_size, global_batch, seed)
-        sampler.start_at(epoch, samples_consumed)
-        found.append(list(sampler))
-        assert len(sampler) == len(found[-1]) == sampler.steps_left(samples_consumed) * global_batch // world_size
-    return found
-
-
-@pytest.mark.parametrize(("samples", "world_size", "batch"), [(96, 1, 8), (96, 2, 8), (96, 3, 4), (60, 4, 5)])
-@pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_at_the_start_of_an_epoch_the_order_is_that_of_distributed_sampler(
-    samples: int, world_size: int, batch: int, epoch: int
-) -> None:
-    for rank, ours in enumerate(sampled(samples, world_size, world_size * batch, epoch, 0, seed=3)):
-        theirs: Any = DistributedSampler(Numbers(samples), world_size, rank, seed=3, drop_last=True)
-        theirs.set_epoch(epoch)
-        assert ours == list(theirs)
-
-
-def test_all_ranks_are_given_the_same_number_of_samples_after_any_number_of_them() -> None:
-    for samples, world_size, batch in itertools.product((1, 5, 16, 97, 100), (1, 2, 3, 5), (1, 3, 4)):
-        global_batch = world_size * batch
-        for samples_consumed in range(0, samples + 1, 3):
-            parts = sampled(samples, world_size, global_batch, 1, samples_consumed)
-            assert {len(part) for part in parts} == {(samples - samples_consumed) // global_batch * batch}
-
-
-def test_after_any_changes_of_the_number_of_processes_no_sample_comes_twice() -> None:
-    choose = random.Random(0)
-    for _ in range(100):
-        samples, samples_consumed, used = choose.randrange(1, 200), 0, []
-        for world_size in choose.choices((1, 2, 3, 5, 8), k=3):
-            batch = choose.randrange(1, 6)
-            global_batch = world_size * batch
-            parts = sampled(samples, world_size, global_batch, 2, samples_consumed)
-            left = len(parts[0]) // batch
-            steps = left if world_size == 1 else choose.randint(0, left)
-            used += [index for part in parts for index in part[: steps * batch]]
-            samples_consumed += steps * global_batch
-        assert len(used) == len(set(used)) == samples_consumed
-        whole = sampled(samples, 1, 1, 2, 0)[0]
-        assert set(used) == set(whole[:samples_consumed])  # so at the end only the last ones are missing
-
-
-def test_resumed_from_2_processes_to_3_then_to_1_each_sample_comes_once() -> None:
-    """101 samples, 4 a process: 3 steps of 8, 2 of 12, 13 of 4 leave 1, which fills no step."""
-    numbers = Numbers(101)
-
-    def part(world_size: int, samples_consumed: int, steps: int) -> list[int]:
-        def trained_on(ctx: DistContext) -> list[int]:
-            loader = TrainLoader(numbers, options("--batch-size=4", "--workers=0"), ctx)
-            batches = itertools.chain(*itertools.islice(loader.steps(3, samples_consumed), steps))
-            return [int(number) for _, targets in batches for number in targets]
-
-        return [number for rank in by_rank(world_size, trained_on) for number in rank]
-
-    used = part(2, 0, 3) + part(3, 24, 2) + part(1, 48, 1000)
-    assert len(used) == len(set(used)) == 100
-    assert set(used) <= set(range(101))
-
-
 # ---- dictionaries ---------------------------------------------------------------------------------------------------
 
 
@@ -1084,52 +1018,6 @@ def test_a_dictionary_of_inputs_becomes_keyword_arguments(
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
-
-
-class Numbers(Dataset):
-    """The plainest dataset: no more than its samples, one at a time: (input [2], its number)."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return torch.tensor([float(index), 1.0]), index
-
-
-@fault(17)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_whatever_the_sizes_no_rank_waits_for_another_in_vain(world_size: int) -> None:
-    """Every rank takes part in a sum after each batch: one batch more on one of them, and it would wait without end."""
-
-    def train_on_all(ctx: DistContext) -> list[tuple[int, ...]]:
-        taken: list[tuple[int, ...]] = []
-        for samples, batch, passes in itertools.product((1, 2, 5, 12, 31), (1, 2, 5), (1, 2)):
-            config = options("--workers=0", "--batch-size", batch, "--grad-accum-steps", passes)
-            try:
-                loader = TrainLoader(Numbers(samples), config, ctx)
-            except UsageError:
-                taken.append((samples, batch, passes, 0))
-                continue
-            steps = 0
-            for batches in loader.steps(0):
-                for number, (_, targets) in enumerate(batches, start=1):
-                    total = ctx.sum(torch.tensor([len(targets), number]))
-                    assert total.tolist() == [batch * world_size, number * world_size]
-                assert number == passes
-                steps += 1
-            assert steps == loader.steps_per_epoch
-            taken.append((samples, batch, passes, steps))
-        return taken
-
-    ranks = by_rank(world_size, train_on_all)
-    assert ranks == [ranks[0]] * world_size
-    for samples, batch, passes, steps in ranks[0]:
-        assert steps == samples // (world_size * batch * passes)
 
 
 @pytest.mark.parametrize(
@@ -1318,18 +1206,8 @@ def test_a_run_on_a_plain_dataset_with_a_hook_ends_with_one_line(
     assert the_error(output) == f"error: dataset Mine has prepare: {SUBCLASS}"
 
 
-class Noise(Dataset):
-    """Samples that hold random numbers of every kind."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()]), index
-
-
 class PreparedNoise(Noise, BatchDataset):
-    """The same, sample by sample, and then prepared as a batch."""
+    """A BatchDataset that has no __getitems__ of its own: read sample by sample, and then prepared as a batch."""
 
     def augment(self, batch: Any, epoch: int) -> Any:
         return batch[0] + epoch, batch[1]
@@ -1340,28 +1218,21 @@ class PreparedNoise(Noise, BatchDataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_with_random_numbers_are_seeded_by_sample_and_epoch(workers: int) -> None:
-    """Also those of a BatchDataset that has no __getitems__ of its own."""
+    """Also those of a BatchDataset. `test_loader.py` has those of plain datasets, with other ranks and workers."""
 
     def samples(dataset: Dataset) -> Callable[[DistContext], dict[int, list[float]]]:
         def of_rank(ctx: DistContext) -> dict[int, list[float]]:
-            before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
             loader = TrainLoader(dataset, options("--batch-size=2", "--workers", workers), ctx)
-            found = {
+            return {
                 int(i): x.tolist() for step in loader.steps(2) for xs, ys in step for x, i in zip(xs, ys, strict=True)
             }
-            after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-            assert before == after, "the generators of the process itself are left alone"
-            return found
 
         return of_rank
 
-    (alone,) = by_rank(1, samples(Noise()))
-    assert len({tuple(numbers) for numbers in alone.values()}) == 16
-    two = by_rank(2, samples(Noise()))
-    assert {**two[0], **two[1]} == alone
-    (prepared,) = by_rank(1, samples(PreparedNoise()))
+    (alone,) = by_rank(1, samples(Noise(16)))
+    (prepared,) = by_rank(1, samples(PreparedNoise(16)))
     assert prepared == {number: pytest.approx([10 * (x + 2) for x in values]) for number, values in alone.items()}
-    (part,) = by_rank(1, samples(Subset(PreparedNoise(), range(16))))
+    (part,) = by_rank(1, samples(Subset(PreparedNoise(16), range(16))))
     assert part == prepared
 
 
@@ -1453,19 +1324,6 @@ def test_another_dataset_and_model_are_trained_without_a_change_to_main(
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_reads_each_sample_once(world_size: int, workers: int) -> None:
-    def read(ctx: DistContext) -> list[list[int]]:
-        config = options("--batch-size=8", "--workers", workers)
-        loaders = [EvalLoader(Numbers(samples), config, ctx) for samples in (1, 7, 100, 101)]
-        return [[int(number) for _, targets in loader for number in targets] for loader in loaders]
-
-    ranks = by_rank(world_size, read)
-    for case, samples in enumerate((1, 7, 100, 101)):
-        assert sorted(number for rank in ranks for number in rank[case]) == list(range(samples))
 
 
 def test_evaluation_takes_images_in_memory_as_they_are_made_many_at_once() -> None:

@@ -43,13 +43,14 @@ from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync
 from ddp.distributed.tensors import CpuStreams, Mark
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.run import Run
-from faults import FAULTS, NOT_SHOWN, fault
+from faults import FAULTS, IN_PROJECT, NOT_SHOWN, fault
 from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
+PROJECT_TESTS = TESTS.parent / "{{cookiecutter.project_slug}}" / "tests"
 
 
 def status(output: Path) -> dict[str, Any]:
@@ -531,21 +532,6 @@ def test_one_rank_asks_for_all_even_if_several_do_so_at_once(monkeypatch: pytest
 
 
 @fault(13)
-def test_a_rank_that_raises_prints_its_traceback_and_the_others_name_it(small: None, tmp_path: Path) -> None:
-    def fail(rank: int, number: int) -> None:
-        if rank == 1 and number == 3:
-            raise ValueError("a bug of mine")
-
-    ranks = start_faulty(3, fail, "--output-dir", tmp_path)
-    assert ranks.wait() == [1, 1, 1]
-    assert ranks.output(1).count("Traceback") == 1 and "in fail" in ranks.output(1)
-    for rank in (0, 2):
-        assert "Traceback" not in ranks.output(rank)
-        assert f"rank {rank} is exiting because rank 1 failed: ValueError: a bug of mine" in ranks.output(rank)
-    assert status(tmp_path)["exit_code"] == 1 and "a bug of mine" in status(tmp_path)["message"]
-
-
-@fault(13)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_all_ranks_exit_with_one_code_even_if_the_store_is_in_rank_0(small: None, victim: int, tmp_path: Path) -> None:
     """As with --init-method tcp://, mpirun and srun: rank 0 must not exit before the others have read the cause."""
@@ -968,16 +954,6 @@ def test_a_rank_that_never_notices_the_failure_of_another_is_ended(
 
 
 @fault(23)
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_6(small: None, tmp_path: Path) -> None:
-    options = ("--checkpoint-every", 4, "--log-every", 2, "--output-dir", tmp_path)
-    ranks = start_faulty(2, lambda rank, number: float("nan") if rank == 1 and number > 6 else None, *options)
-    assert ranks.wait() == [6, 6]
-    (line,) = errors(ranks.output())
-    assert "the loss is no longer finite" in line and "noticed at step 8" in line and "step_00000004.pt" in line
-    assert checkpoints(tmp_path) == ["step_00000004.pt"]
-
-
-@fault(23)
 def test_a_step_that_the_scaler_of_fp16_skips_is_not_a_divergence(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1034,7 +1010,11 @@ def test_each_fault_has_a_test() -> None:
     """The marks of the tests map to the table in faults.py; `pytest` prints which rows were injected."""
     marked = set()
     for path in TESTS.glob("test_*.py"):
-        for rows in re.findall(r"^@fault\(([\d, ]+)\)", path.read_text(), re.MULTILINE):
-            marked |= {int(row) for row in rows.split(",")}
+        for words in re.findall(r"^@fault\(([\d, ]+)\)", path.read_text(), re.MULTILINE):
+            marked |= {int(row) for row in words.split(",")}
+    for name, rows in IN_PROJECT.items():
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (PROJECT_TESTS / file).read_text(), name
+        marked |= set(rows)
     assert not set(FAULTS) - marked, f"faults without a test: {sorted(set(FAULTS) - marked)}"
     assert set(NOT_SHOWN) <= set(FAULTS)

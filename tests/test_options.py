@@ -43,6 +43,7 @@ from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything
 from ddp.entrypoint.run_main import launch
+from ddp.launcher.launch_node import LaunchOptions
 from ddp.training import wrapping
 from faults import fault
 from processes import Ranks, on_ranks, train
@@ -194,6 +195,13 @@ def test_hyphens_and_underscores_and_both_ways_to_pass_a_value_are_equivalent(na
             read.append(getattr(Config.parse([*others, *arguments]), name))
     assert read == [read[0]] * len(read)
     assert read[0] != OPTIONS[name].default
+
+
+def test_a_new_option_or_default_is_named_here() -> None:
+    """Runs that people have started depend on them: name the change in CHANGELOG.md, then in tests/options.json."""
+    sources = {"main.py": fields(Config), "launch_node.sh": fields(LaunchOptions)}
+    found = {name: {item.name: item.default for item in items} for name, items in sources.items()}
+    assert found == json.loads((Path(__file__).parent / "options.json").read_text())
 
 
 def test_values_keep_their_underscores_and_hyphens() -> None:

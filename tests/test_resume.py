@@ -152,15 +152,6 @@ def test_another_number_of_processes_uses_each_sample_once(
     assert len(used) == 640 - dropped
 
 
-@fault(20)
-def test_strict_resume_refuses_another_number_of_processes(small: None, tmp_path: Path) -> None:
-    options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--strict-resume"]
-    train(2, *options, "--max-steps", 2)
-    assert "--strict-resume: the number of processes was 2, is 1" in train(1, *options, "--max-steps", 4, code=4)
-    train(2, *options, "--max-steps", 4)
-    assert newest(tmp_path).name == "step_00000004.pt"
-
-
 @fault(21)
 def test_changed_options_are_refused_by_name_unless_they_may_change(small: None, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--output-dir", tmp_path, "--max-steps"]

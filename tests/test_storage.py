@@ -202,6 +202,42 @@ def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(trained: Pat
         shutil.rmtree(output)
 
 
+def test_the_newest_good_checkpoints_are_kept(trained: Path, small: None, tmp_path: Path) -> None:
+    """A bad checkpoint does not count as one of the --keep-checkpoints."""
+    output = Path(shutil.copytree(trained, tmp_path / "run"))
+    (output / "checkpoints" / "step_00000006.pt").write_bytes(b"bad")
+    options = [
+        "--dataset",
+        "synthetic",
+        "--batch-size",
+        128,
+        "--keep-checkpoints",
+        2,
+        "--checkpoint-every",
+        1,
+        "--output-dir",
+        output,
+    ]
+    train(1, *options, "--max-steps", 5)
+    names = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert names == ["step_00000004.pt", "step_00000005.pt", "step_00000006.pt"], "4 and 5 are good, 6 is bad"
+    train(1, *options, "--max-steps", 7)
+    names = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert names == ["step_00000006.pt", "step_00000007.pt"]
+
+
+def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
+    content = torch.load(trained / "checkpoints" / "step_00000006.pt", weights_only=True)
+    assert set(content) == {
+        *("format", "sources", "classes"),
+        *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "samples_consumed"),
+        *("best", "best_step", "best_metrics", "evaluated_step", "epochs_since_best", "logged_step", "epoch_start"),
+        *("config", "world_size", "global_batch", "samples", "dataset", "started_from"),
+    }
+    assert (content["step"], content["epoch"], content["samples_consumed"]) == (6, 1, 128)
+    assert content["world_size"] == 2
+
+
 # ---- killed during a write -------------------------------------------------------------------------------------------
 
 KILLS = 50

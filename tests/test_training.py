@@ -42,7 +42,7 @@ from ddp.distributed.seeds import seed_step
 from ddp.training.meter import Meter
 from ddp.training.wrapping import wrap_model
 from faults import fault
-from processes import on_ranks, start, train
+from processes import on_ranks, train
 from small_models import Awkward, build_awkward, build_slow_awkward
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
@@ -502,19 +502,6 @@ def test_all_ranks_take_the_same_number_of_steps(monkeypatch: pytest.MonkeyPatch
     options = ["--dataset", "synthetic", "--batch-size", 4, "--output-dir", tmp_path / "none"]
     output = train(2, *options, code=2)
     assert output.count("error:") == 1 and "7 training samples do not fill one step of 8" in output
-
-
-@pytest.mark.slow
-@fault(24)
-def test_two_runs_cannot_share_a_directory(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main.task, "build_model", build_slow_awkward)
-    options = ["--dataset", "synthetic", "--batch-size", 16, "--epochs", 1, "--output-dir", tmp_path]
-    first = start(1, *options, "--checkpoint-every", 1)
-    while not (tmp_path / "checkpoints" / "step_00000001.pt").exists():
-        assert not first.codes
-    refused = train(1, *options, code=5)
-    assert f"another run (process {first.pids[0]} on " in refused and refused.count("\n") == 1
-    assert first.wait() == [0], first.output()
 
 
 @fault(8)

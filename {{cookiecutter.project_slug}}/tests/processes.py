@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # every DDP imports these two: imported here, they load once, and not in each rank
@@ -23,6 +25,7 @@ from config import Config
 from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.entrypoint.run_main import run_as_rank
+from ddp.training.run import Run
 
 torch.set_num_threads(1)  # a thread pool of the parent would not survive the fork
 
@@ -42,6 +45,7 @@ class Ranks:
         if pid:
             return pid
         code = 1
+        faulthandler.disable()  # pytest's would print the stacks of a rank that is aborted on purpose
         atexit._clear()  # the exit handlers of the test must not run in its ranks
         try:
             torch.set_num_threads(1)  # creates torch's thread pool now: later, several threads would do so at once
@@ -86,6 +90,13 @@ class Ranks:
             self.codes.append(os.waitstatus_to_exitcode(status))
         return self.codes
 
+    def until(self, condition: Callable[[], Any], timeout: float = 180) -> None:
+        """Wait until `condition()` holds. Fails with what the ranks printed if it does not within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end, f"not within {timeout:g} s:\n{self.output()}"
+            time.sleep(0.005)
+
     def output(self, rank: int | None = None) -> str:
         """What `rank` printed; without `rank`, what all ranks printed."""
         ranks = range(len(self.pids)) if rank is None else [rank]
@@ -93,17 +104,28 @@ class Ranks:
         return "".join(path.read_text() for path in paths if path.exists())
 
 
-def start(world_size: int, *options: Any) -> Ranks:
-    """Start the main function of main.py on `world_size` ranks with these options."""
+def start(world_size: int, *options: Any, after_step: Callable[[Run], Any] = lambda run: None) -> Ranks:
+    """Start the main function of main.py on `world_size` ranks. Each calls `after_step(run)` when it counts a step."""
     import main
 
     arguments = [str(option) for option in options]
-    return Ranks(world_size, lambda rank_env: run_as_rank(main.main, Config.parse(arguments), rank_env))
+
+    def target(rank_env: RankEnv) -> int:
+        advance = Run.advance
+
+        def advance_and_call(run: Run) -> None:
+            advance(run)
+            after_step(run)
+
+        with patch.object(Run, "advance", advance_and_call):  # in this process only
+            return run_as_rank(main.main, Config.parse(arguments), rank_env)
+
+    return Ranks(world_size, target)
 
 
-def train(world_size: int, *options: Any, code: int = 0) -> str:
+def train(world_size: int, *options: Any, code: int = 0, after_step: Callable[[Run], Any] = lambda run: None) -> str:
     """Run the main function of main.py to its end; return what it prints. Fails unless all ranks exit with `code`."""
-    ranks = start(world_size, *options)
+    ranks = start(world_size, *options, after_step=after_step)
     codes = ranks.wait()
     assert codes == [code] * world_size, f"exit codes {codes}, expected {code}:\n{ranks.output()}"
     return ranks.output()

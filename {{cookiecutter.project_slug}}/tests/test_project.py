@@ -1,10 +1,10 @@
-"""Does this project still train, resume and evaluate? Run these tests after every edit; they take half a minute.
+"""Does this project still train, resume and evaluate? Run these tests after every edit: `pytest tests/test_project.py`.
 
 They hold for any model.py, data.py and config.py that has a `--dataset synthetic`: data that need no download. If
 data.py has SYNTHETIC_SIZES, they make these data small.
 """
 
-import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -12,48 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import assert_same_run, lines, status
 from processes import on_ranks, start, train
 from torch.utils.data import Subset
 
 import data
-import main
 import model
 from config import Config
-from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
-from ddp.core.errors import UsageError
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 
 OPTIONS = ["--dataset", "synthetic", "--batch-size", "16", "--log-every", "5"]
-SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few samples, so that an epoch takes a moment."""
-    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 51, "test": 50}, raising=False)
-
-
-COMPUTE_LOSS = model.compute_loss
-
-
-def slow_loss(*batch: Any) -> Any:
-    """The loss, 50 ms later, so that a test can kill the run before it ends."""
-    time.sleep(0.05)
-    return COMPUTE_LOSS(*batch)
-
-
-def newest_checkpoint(output_dir: Path) -> dict[str, Any]:
-    return checkpoint.read(max((output_dir / "checkpoints").glob("step_*.pt")))
-
-
-def metrics(output_dir: Path, split: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl for `split`: train, val or test."""
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line["split"] == split]
-    return [{name: value for name, value in line.items() if name not in SPEEDS} for line in found]
 
 
 def evaluated_sets() -> dict[str, Any]:
@@ -64,42 +35,32 @@ def evaluated_sets() -> dict[str, Any]:
 
 def test_two_processes_train_and_the_loss_falls(tmp_path: Path) -> None:
     train(2, *OPTIONS, "--epochs", 3, "--output-dir", tmp_path)
-    losses = [line["loss"] for line in metrics(tmp_path, "train")]
+    losses = [line["loss"] for line in lines(tmp_path, "train")]
     assert losses[-1] < losses[0]
     for name, dataset in evaluated_sets().items():  # the test set once, at the end
         times = 1 if name == "test" else 3
-        assert [line["count"] for line in metrics(tmp_path, name)] == [len(dataset)] * times
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+        assert [line["count"] for line in lines(tmp_path, name)] == [len(dataset)] * times
+    assert status(tmp_path)["state"] == "done"
     assert (tmp_path / "best.pt").exists() == ("val" in evaluated_sets()) and list((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_or_stopped_run_resumes_bit_for_bit(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_or_stopped_run_resumes_bit_for_bit(number: int, tmp_path: Path) -> None:
     """The same command, repeated, ends with the same checkpoint and metrics as a run that was not interrupted.
 
-    SIGKILL loses the steps since the last checkpoint. SIGTERM, like Ctrl-C, lets the run save before it exits.
+    SIGKILL loses the steps since the last checkpoint. After SIGTERM, or Ctrl-C, to one of them, all save and exit.
     """
     options = [*OPTIONS, "--epochs", 3, "--checkpoint-every", 3, "--output-dir"]
     train(2, *options, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(main.task, "compute_loss", slow_loss)
-        ranks = start(2, *options, tmp_path / "killed")
-    end = time.monotonic() + 180
-    while not (tmp_path / "killed" / "checkpoints" / "step_00000006.pt").exists():
-        assert time.monotonic() < end, ranks.output()
-        time.sleep(0.002)
-    ranks.kill(number)
+    ranks = start(2, *options, tmp_path / "killed", after_step=lambda run: time.sleep(0.05))
+    ranks.until((tmp_path / "killed/checkpoints/step_00000006.pt").exists)
+    if number == signal.SIGKILL:
+        ranks.kill()
+    else:
+        os.kill(ranks.pids[1], number)
     assert ranks.wait() == [75 if number == signal.SIGTERM else -9] * 2, ranks.output()
     assert "resuming from" in train(2, *options, tmp_path / "killed")
-    whole, killed = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "killed")
-    assert whole.pop("config").pop("output_dir") != killed.pop("config").pop("output_dir")
-    assert whole.pop("path") != killed.pop("path")
-    assert whole.keys() == killed.keys()
-    assert [name for name in whole if digest(whole[name]) != digest(killed[name])] == []
-    for split in ("train", "val", "test"):
-        assert metrics(tmp_path / "whole", split) == metrics(tmp_path / "killed", split)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_evaluation_is_the_same_with_1_2_and_3_processes(tmp_path: Path) -> None:
@@ -107,7 +68,7 @@ def test_evaluation_is_the_same_with_1_2_and_3_processes(tmp_path: Path) -> None
     train(2, *OPTIONS, "--max-steps", 5, "--output-dir", tmp_path)
     outputs = [train(world_size, *OPTIONS, "--evaluate", "--output-dir", tmp_path) for world_size in (1, 2, 3)]
     for split in evaluated_sets():
-        (trained,) = metrics(tmp_path, split)
+        (trained,) = lines(tmp_path, split)
         values = [value for name, value in trained.items() if name not in ("step", "split", "epoch", "count")]
         printed = [output.partition(f"  {split:<5}  ")[2].partition("\n")[0] for output in outputs]
         assert printed[0] == printed[1] == printed[2]
@@ -160,8 +121,3 @@ def test_the_model_can_overfit_one_batch() -> None:
 
     first, *_, last = on_ranks(1, losses)[0]
     assert last < 0.5 * first
-
-
-def test_a_wrong_value_is_refused_with_the_allowed_range() -> None:
-    with pytest.raises(UsageError, match="--batch-size: '0' must be an integer >= 1"):
-        Config.parse(["--batch_size=0"])
