@@ -10,10 +10,8 @@ import inspect
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from cookiecutter.main import cookiecutter
 from outputs import lines, weights_and_momentum
 from PIL import Image
+from project_runs import train_in
 
 from ddp.core.errors import UsageError
 from ddp.training.schedule import Schedule
@@ -72,36 +71,10 @@ def train(project: Path, *options: Any, code: int = 0) -> str:
     return output
 
 
-def own_tests_pass(project: Path, *options: str) -> None:
-    """The project's own tests: two processes train, are killed and stopped, resume bit for bit, and so on."""
-    output = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options)
-    assert re.search(r"^[5-9] passed", output, re.MULTILINE), output
-
-
-def train_until_killed(project: Path, output_dir: Path, *options: Any) -> None:
-    """Start main.py, and kill all its processes with -9 after the first checkpoint, in the middle of an epoch."""
-    command = [sys.executable, "main.py", "--device", "cpu", "--output-dir", str(output_dir), *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=project, start_new_session=True, env=environment) as run:
-        end = time.monotonic() + 120
-        while not list(output_dir.glob("checkpoints/step_*.pt")):
-            assert run.poll() is None and time.monotonic() < end
-            time.sleep(0.002)
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        for pid in (*map(int, children), run.pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def a_killed_run_resumes_bit_for_bit(project: Path, folder: Path, *options: Any) -> Path:
-    """Train with two processes, once without a break and once killed. Returns the output directory of the first."""
-    options = ("--nproc", 2, *options)
-    train(project, "--output-dir", folder / "whole", *options)
-    train_until_killed(project, folder / "killed", *options, "--checkpoint-every", 2)
-    assert "resuming from" in train(project, "--output-dir", folder / "killed", *options, "--checkpoint-every", 2)
-    assert weights_and_momentum(folder / "killed") == weights_and_momentum(folder / "whole")
-    for split in ("val", "test"):
-        assert lines(folder / "killed", split) == lines(folder / "whole", split)
-    return folder / "whole"
+def own_tests_pass(project: Path, test: str = "") -> None:
+    """Those that depend on the task: two processes train, are killed and stopped, resume bit for bit, and so on."""
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/test_project.py{test}")
+    assert re.search(r"^[16] passed", run(project, *words), re.MULTILINE)
 
 
 def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *options: Any) -> None:
@@ -167,7 +140,8 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     voc(tmp_path / "voc")
     options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
     options += ["--batch-size", 2, "--epochs", 2, "--workers", 1]
-    output_dir = a_killed_run_resumes_bit_for_bit(project, tmp_path, *options)
+    output_dir = tmp_path / "whole"
+    train_in(project, [2, *options, "--output-dir", output_dir])
     last = lines(output_dir, "val")[-1]
     assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
     an_evaluation_by_one_process_is_the_same(project, output_dir, *options)
@@ -178,15 +152,14 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     assert "cannot download http" in output and output.endswith("by hand, or try --dataset synthetic\n")
     output = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
-    train(project, "--nproc", 2, *options_of(readme("voc_segmentation")), "--epochs", 4)
+    train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 4])
     assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
-    own_tests_pass(project, "-k", "not killed")  # tested above, with these files
+    own_tests_pass(project, "::test_a_killed_or_stopped_run_resumes_bit_for_bit[9]")  # the others take a minute
 
 
 def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
-    project, text = render("gan", tmp_path), readme("gan")
-    own_tests_pass(project)
+    project, text = render("gan", tmp_path), readme("gan")  # tests/ports runs its own tests
     train(project, "--nproc", 2, *options_of(text), "--epochs", 1)
     (last,) = lines(project / "runs/synthetic-DCGAN", "val")
     assert last["distance"] < 5.5, "untrained it is 6.3"
@@ -204,9 +177,15 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
 def test_cifar10_speed_trains_in_bf16_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     """With the command of its README."""
     project = render("cifar10_speed", tmp_path)
-    own_tests_pass(project, "-k", "not killed")  # tested below, with this precision
-    options = options_of(readme("cifar10_speed"))
-    output_dir = a_killed_run_resumes_bit_for_bit(project, tmp_path, *options, "--epochs", 2)
+    own_tests_pass(project)
+    options = [*options_of(readme("cifar10_speed")), "--device", "cpu"]
+    short = [2, *options, "--batch-size", 32, "--checkpoint-every", 2, "--max-steps"]
+    parts = [*short, 4, "--output-dir", "parts"], [*short, 7, "--output-dir", "parts"]
+    output_dir = project / "whole run"
+    train_in(
+        project, [*short, 7, "--output-dir", "short"], *parts, [2, *options, "--epochs", 2, "--output-dir", output_dir]
+    )
+    assert weights_and_momentum(project / "parts") == weights_and_momentum(project / "short")
     (last,) = lines(output_dir, "test")
     assert last["accuracy"] > 0.9 and not (output_dir / "best.pt").exists(), last
     an_evaluation_by_one_process_is_the_same(project, output_dir, *options, "--epochs", 2)
@@ -220,17 +199,18 @@ def test_cifar10_speed_trains_in_bf16_and_resumes_bit_for_bit(tmp_path: Path) ->
     assert output.startswith("Airbench, 32 x 32, fp32, batch 16\n"), output
 
 
-@pytest.mark.parametrize("name", ["real", "fake", "fooled"])
-def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(name: str, tmp_path: Path) -> None:
+def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     """Of the discriminator, for real or generated images; and of the generator."""
     project = render("gan", tmp_path)
     with (project / "model.py").open("a") as file:
         file.write(
             "\n\ndef compute_loss(outputs, targets, config, whole=compute_loss):\n"
-            f"    return whole(outputs, targets, config) * (float('nan') if '{name}' in outputs else 1)\n"
+            "    from math import nan\n"
+            "    return whole(outputs, targets, config) * (nan if config.output_dir in outputs else 1)\n"
         )
-    output = train(project, "--nproc", 2, "--dataset", "synthetic", "--batch-size", 4, "--log-every", 1, code=6)
-    assert "the loss is no longer finite" in output
+    options = [2, "--dataset", "synthetic", "--batch-size", 4, "--log-every", 1, "--output-dir"]
+    outputs = train_in(project, *([*options, name] for name in ("real", "fake", "fooled")), code=6)
+    assert all("the loss is no longer finite" in output for output in outputs)
 
 
 def compare_gradients() -> None:
@@ -355,8 +335,8 @@ def test_options_of_another_task_are_refused(name: str, option: str, value: str)
         module(name, "config").Config.parse([option, value])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_options_of_another_task_are_refused_before_any_process_starts(name: str, tmp_path: Path) -> None:
+def test_options_of_another_task_are_refused_before_any_process_starts(tmp_path: Path) -> None:
+    name = "linear_regression"
     project = render(name, tmp_path)
     with (project / "model.py").open("a") as file:  # each process imports it
         file.write("\nwith open('processes', 'a') as file:\n    file.write('one ')\n")

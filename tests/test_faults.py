@@ -104,11 +104,7 @@ def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
 @fault(9)
 @pytest.mark.parametrize(
     ("number", "to"),
-    [
-        (signal.SIGTERM, 1),
-        pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
-    ],
+    [(signal.SIGUSR1, 0), (signal.SIGINT, 1)],
 )
 def test_a_signal_to_one_rank_stops_all_after_a_step_and_the_run_resumes_bit_for_bit(
     small: None, number: int, to: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,16 +199,15 @@ def test_a_stop_needs_no_module_that_is_not_loaded(small: None, tmp_path: Path) 
     assert "import " not in ranks.output() and "Traceback" not in ranks.output()
 
 
-@pytest.mark.parametrize("asking", [0, 1])
 def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
-    small: None, asking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advance = Run.advance
 
     def advance_and_ask(run: Run) -> None:
         advance(run)
         time.sleep(0.05)
-        if run.ctx.rank == asking and run.state.step == 5:
+        if run.ctx.rank == 0 and run.state.step == 5:
             run.request_stop("the quota of the disk")
 
     monkeypatch.setattr(Run, "advance", advance_and_ask)
@@ -222,7 +217,7 @@ def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
     assert output.count("stopped on request (the quota of the disk) and saved, at step ") == 1
     stopped = status(tmp_path)
     assert stopped["state"] == "stopped" and stopped["exit_code"] == 75
-    assert "(the quota of the disk)" in stopped["message"], "also where another rank asked"
+    assert "(the quota of the disk)" in stopped["message"]
     assert 5 <= stopped["step"] == stopped["saved"] < 40, "long after the request, or not in the first epoch"
     assert checkpoints(tmp_path) == [f"step_{stopped['step']:08d}.pt"]
     monkeypatch.setattr(Run, "advance", advance)
@@ -273,9 +268,9 @@ def test_a_stop_of_an_evaluation_exits_with_75_and_changes_no_file(
 
 
 @fault(10)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_the_process_at_once(small: None, number: int, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(small: None, tmp_path: Path) -> None:
     """Even in the middle of a step that never ends."""
+    number = signal.SIGTERM
     ranks = start_faulty(
         1, lambda rank, count: time.sleep(60 * (count == 3)), "--output-dir", tmp_path, "--log-every", 1
     )
@@ -469,9 +464,7 @@ def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu() -> None:
 
 
 @fault(1)
-@pytest.mark.parametrize(
-    ("world_size", "victim"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (3, 2)))]
-)
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 2)])
 def test_a_killed_rank_is_named_and_nothing_is_saved_after(
     small: None, world_size: int, victim: int, tmp_path: Path
 ) -> None:
@@ -709,11 +702,10 @@ def test_a_rank_that_fails_before_it_connects_tells_the_others(tmp_path: Path) -
 
 
 @fault(14)
-@pytest.mark.parametrize("way", ["os._exit", pytest.param("sys.exit", marks=pytest.mark.slow)])
-def test_a_rank_that_exits_early_is_named(small: None, way: str, tmp_path: Path) -> None:
+def test_a_rank_that_exits_early_is_named(small: None, tmp_path: Path) -> None:
     def exit_early(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
-            os._exit(0) if way == "os._exit" else sys.exit(0)
+            sys.exit(0)
 
     ranks = start_faulty(2, exit_early, "--output-dir", tmp_path)
     assert ranks.wait() == [8, 0], ranks.output()
@@ -728,8 +720,9 @@ def test_a_run_that_its_owner_ends_early_is_not_done(small: None, tmp_path: Path
 
 
 @fault(15)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, victim: int, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, tmp_path: Path) -> None:
+    victim = 0  # the project's own tests have rank 1
+
     def hang_here(rank: int, number: int) -> None:
         if rank == victim and number == 3:
             time.sleep(3600)

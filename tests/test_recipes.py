@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from outputs import lines
+from project_runs import train_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -50,22 +50,20 @@ def project_with(folder: Path, *changes: tuple[str, str]) -> Path:
     return project
 
 
-def run(project: Path, *options: Any, **variables: str) -> str:
-    shared = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 32, "--epochs", 1, "--warmup-epochs", 0)
-    command = [sys.executable, "main.py", *shared, "--log-every", 4, "--output-dir", "runs/x", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    done = subprocess.run(
-        list(map(str, command)), cwd=project, capture_output=True, text=True, timeout=180, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+SHARED = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", 32, "--epochs", 1, "--warmup-epochs", 0]
+SHARED += ["--log-every", 4, "--output-dir", "runs/x"]
+
+
+def run(project: Path, processes: int, *options: Any, **variables: str) -> str:
+    (output,) = train_in(project, [processes, *SHARED, *options], **variables)
+    return output
 
 
 def test_weights_and_biases(tmp_path: Path) -> None:
     """Offline: its file holds the curves and the options."""
     pytest.importorskip("wandb")
     project = project_with(tmp_path, *edits("Weights & Biases"))
-    run(project, "--nproc", 2, WANDB_MODE="offline", WANDB_SILENT="true")
+    run(project, 2, WANDB_MODE="offline", WANDB_SILENT="true")
     (file,) = (project / "runs/x").glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()
     assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
@@ -77,7 +75,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     project = project_with(tmp_path, *edits("MLflow"))
     uri = (tmp_path / "mlruns").as_uri()
-    run(project, "--nproc", 2, MLFLOW_TRACKING_URI=uri)
+    run(project, 2, MLFLOW_TRACKING_URI=uri)
     client = mlflow.tracking.MlflowClient(uri)
     (experiment,) = (each for each in client.search_experiments() if each.name == "my-project")
     (found,) = client.search_runs([experiment.experiment_id])
@@ -88,7 +86,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_histograms_and_images(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("Histograms and images in TensorBoard"))
-    run(project, "--nproc", 2)
+    run(project, 2)
     events = EventAccumulator(str(project / "runs/x/tensorboard"))
     events.Reload()
     assert "fc3.weight" in events.Tags()["histograms"] and {"conv1", "train/inputs"} <= set(events.Tags()["images"])
@@ -96,15 +94,14 @@ def test_histograms_and_images(tmp_path: Path) -> None:
 
 def test_the_norm_of_the_gradient(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("The norm of the gradient"))
-    run(project, "--nproc", 2, "--clip-grad", 0.01)
+    train_in(project, [2, *SHARED, "--clip-grad", 0.01], [1, *SHARED, "--output-dir", "runs/y"])
     assert all(line["grad_norm"] > 0.01 for line in lines(project / "runs/x", "train"))
-    run(project, "--output-dir", "runs/y")
     assert all("grad_norm" not in line for line in lines(project / "runs/y"))
 
 
 def test_several_losses(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("Several losses"))
-    run(project)
+    run(project, 1)
     for line in lines(project / "runs/x"):
         assert line["activity"] > 0 and 0 <= line["accuracy"] <= 1
 
@@ -113,23 +110,24 @@ def test_class_weights(tmp_path: Path) -> None:
     """Of equal classes one counts five times, so the model says it more often at first."""
     plain, weighted = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Class weights"))
     for project in (plain, weighted):
-        run(project, "--max-steps", 1)
+        run(project, 1, "--max-steps", 1)
     losses = [lines(project / "runs/x", "val")[0]["loss"] for project in (plain, weighted)]
     assert losses[0] != losses[1]
 
 
 def test_mixup(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("Mixup"))
-    run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1)
-    whole = lines(project / "runs/x", "val")
-    run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1, "--max-steps", 5, "--output-dir", "runs/y")
-    assert "resuming from" in run(project, "--nproc", 2, "--epochs", 3, "--lr", 0.1, "--output-dir", "runs/y")
-    assert lines(project / "runs/y", "val")[-1] == whole[-1], "the same random numbers after a resume"
+    options = [2, *SHARED, "--epochs", 3, "--lr", 0.1]
+    part = [*options, "--output-dir", "runs/y"]
+    _, _, output = train_in(project, options, [*part, "--max-steps", 5], part)
+    assert "resuming from" in output
+    ends = [lines(project / name, "val")[-1] for name in ("runs/x", "runs/y")]
+    assert ends[0] == ends[1], "the same random numbers after a resume"
 
 
 def test_a_schedule(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("A schedule of your own"))
-    run(project, "--epochs", 3, "--log-every", 8)
+    run(project, 1, "--epochs", 3, "--log-every", 8)
     assert [line["lr"] for line in lines(project / "runs/x", "train")] == pytest.approx([0.03, 0.003, 0.0003])
 
 
@@ -138,7 +136,7 @@ def test_without_an_edit(tmp_path: Path) -> None:
     for title in ("An average of the weights", "A profile"):
         assert edits(title) == [] and re.search(r"`--(ema|profile)", SECTIONS[title])
     project = project_with(tmp_path)
-    run(project, "--ema", 0.999, "--profile", "--epochs", 2)
+    run(project, 1, "--ema", 0.999, "--profile", "--epochs", 2)
     assert list((project / "runs/x/profile").iterdir())
 
 

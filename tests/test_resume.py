@@ -61,9 +61,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("source", ["memory", "folder"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("source", "workers", "accumulation"), [("memory", 0, 2), ("memory", 2, 1), ("folder", 0, 1), ("folder", 2, 2)]
+)
 def test_a_killed_run_resumes_bit_for_bit(
     source: str, workers: int, accumulation: int, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

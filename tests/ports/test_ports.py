@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from cookiecutter.main import cookiecutter
+from project_runs import train_in
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -47,9 +48,8 @@ def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Pat
     tests = "tests" if port == "gan" else "tests/test_project.py"  # the others do not depend on the task
     tested = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests)
     assert re.search(r"\b\d+ passed", tested) and "skipped" not in tested, tested
-    train = ("main.py", "--dataset", "synthetic", "--device", "cpu", "--max-steps", "2", "--output-dir")
-    for processes in ("1", "2"):
-        output = run(project, *train, f"runs/{processes}", "--nproc", processes)
+    options = ["--dataset", "synthetic", "--device", "cpu", "--max-steps", 2, "--output-dir"]
+    for output in train_in(project, [1, *options, "runs/1"], [2, *options, "runs/2"]):
         assert "done in" in output and "warning" not in output
     short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
     output = run(project, "benchmark.py", "--dataset", "synthetic", *short)
