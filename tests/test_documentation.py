@@ -261,7 +261,10 @@ def test_the_code_has_what_the_pages_name(page: str) -> None:
 
 # ---- the commands of the generated pages ----------------------------------------------------------------------------
 
-PROGRAMS = r"python3? |pip |pytest|ruff |torchrun |mpirun |srun |sbatch |scancel |docker |kubectl |tensorboard |bash |sudo |sed "
+PROGRAMS = (
+    r"python3? |pip |pytest|ruff |torchrun |mpirun |srun |sbatch |scancel |"
+    r"docker |kubectl |tensorboard |bash |sudo |sed "
+)
 TO_TYPE = re.compile(rf"(?:[A-Z_]+=\S+ )?(?:\./launch_node|launch/\w+\.\w+ |nvidia-smi|ss |py-spy |{PROGRAMS})")
 TINY = "--dataset synthetic --max-steps 2 --device cpu --output-dir runs/"  # the last value of an option counts
 # Commands to run as they are, and what is appended so that they take a moment; {} becomes a directory of its own.
@@ -360,7 +363,7 @@ def test_a_command_of_the_generated_pages_works(command: str, project: Path) -> 
 
 @pytest.fixture(scope="module")
 def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with a third convolution, and the option and the EMA of docs/recipes.md; two processes have trained it."""
+    """A project with a third convolution, and the option and the EMA of the recipes; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
     (option,) = re.findall(r"^    (smoothing: .*)", RECIPES, re.MULTILINE)
     step = "    training.optimizer.zero_grad()\n"
