@@ -277,6 +277,7 @@ NOT_IN_THE_IMAGE = """
     data/cifar-10-batches-py/batches.meta runs/cifar10-ToyModel/best.pt .git/config .github/workflows/ci.yml .env
     .venv/bin/python venv/bin/python build/lib/main.py my_project.egg-info/PKG-INFO __pycache__/main.cpython-312.pyc
     ddp/__pycache__/x.pyc .ruff_cache/x ddp/.mypy_cache/x tests/test_project.py Dockerfile launch/kubernetes.yaml
+    README.md AGENTS.md docs/data.md
 """
 
 

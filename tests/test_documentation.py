@@ -20,13 +20,21 @@ import torch
 from cookiecutter.main import cookiecutter
 from outputs import free_port
 
+from ddp.core.errors import ExitCode
 from ddp.distributed.rank_env import RankEnv
+from faults import FAULTS
 from processes import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
-README = (TEMPLATE / "README.md").read_text(encoding="utf-8")
-CONCEPTS = (TEMPLATE / "docs" / "concepts.md").read_text(encoding="utf-8")
+PAGES = {  # of the generated project
+    path.relative_to(TEMPLATE).as_posix(): path.read_text(encoding="utf-8")
+    for path in [TEMPLATE / "README.md", TEMPLATE / "AGENTS.md", *sorted((TEMPLATE / "docs").glob("*.md"))]
+}
+README, AGENTS, CONCEPTS, RECIPES = (
+    PAGES[name] for name in ("README.md", "AGENTS.md", "docs/concepts.md", "docs/recipes.md")
+)
+LAUNCHERS = json.loads((REPOSITORY / "cookiecutter.json").read_text())["launchers"]
 PIECES = re.findall(
     r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```\n\n```text\n(.*?)```", CONCEPTS, re.MULTILINE | re.DOTALL
 )
@@ -118,45 +126,157 @@ def test_the_chinese_readme_names_the_same_commands_and_links() -> None:
         assert found[1] == found[0]
 
 
-# ---- the generated README -------------------------------------------------------------------------------------------
+# ---- links, lengths, facts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launchers", json.loads((REPOSITORY / "cookiecutter.json").read_text())["launchers"])
+def prose(text: str) -> str:
+    """A page without its blocks between ```."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str, levels: str = "#+") -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    found = re.findall(rf"^{levels} (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """The path and the anchor of each link of a page, except those to other sites."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(text))
+    return [(path, anchor) for path, _, anchor in (link.partition("#") for link in found) if "://" not in path]
+
+
+def dead_links(pages: list[Path]) -> list[str]:
+    """The links that lead to no file, or to no heading of it."""
+    dead = []
+    for page in pages:
+        for path, anchor in links(page.read_text(encoding="utf-8")):
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+                dead.append(f"{page}: {path}#{anchor}")
+    return dead
+
+
+def pages_of(folder: Path) -> list[Path]:
+    return [*sorted(folder.glob("*.md")), *sorted(folder.glob("docs/*.md")), *sorted(folder.glob("examples/**/*.md"))]
+
+
+def test_the_links_of_the_repository_lead_somewhere(tmp_path: Path) -> None:
+    assert len(pages_of(REPOSITORY)) >= 12
+    assert dead_links(pages_of(REPOSITORY)) == []
+    (tmp_path / "page.md").write_text("# A title: two\n[a](#a-title-two) [b](page.md#b) [c](none.md)")
+    assert [link.rpartition(" ")[2] for link in dead_links([tmp_path / "page.md"])] == ["page.md#b", "none.md#"]
+
+
+def test_the_pages_are_short() -> None:
+    assert README.count("\n") <= 180
+    assert AGENTS.count("\n") <= 40 and (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8").count("\n") <= 40
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert set(PAGES) - {"README.md", "AGENTS.md"} <= {path for path, _ in links(README)}
+    assert "AGENTS.md" in README
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name.startswith("docs/")])
+def test_the_contents_of_a_page_list_its_sections(page: str) -> None:
+    contents = PAGES[page].partition("\n## ")[0]
+    assert {anchor for path, anchor in links(contents) if not path} == anchors(PAGES[page], "##")
+
+
+def test_the_exit_codes_are_those_of_the_code() -> None:
+    codes = {code.value: code.name.lower().replace("_", " ") for code in ExitCode}
+    table = re.findall(r"^\| (\d+) \| \w", README, re.MULTILINE)
+    assert sorted(map(int, table)) == sorted(codes)
+    listed = AGENTS.partition("## Exit codes\n")[2].partition(";")[0]
+    assert {int(number): name for number, name in re.findall(r"(\d+) ([a-z ]+)", listed)} == codes
+
+
+def test_the_numbers_of_lines_are_those_of_the_files() -> None:
+    def lines(*files: str) -> int:
+        return sum(len((TEMPLATE / file).read_text(encoding="utf-8").splitlines()) for file in files)
+
+    section = CONCEPTS.partition("## Read the code\n")[2]
+    order = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", section, re.MULTILINE)
+    assert order == [(file, str(lines(file))) for file, _ in order]
+    total = lines(*(file for file, _ in order))
+    assert len(order) >= 8 and total <= 1500
+    modules = [path.relative_to(TEMPLATE).as_posix() for path in (TEMPLATE / "ddp").rglob("*.py")]
+    owned = lines("main.py", "model.py", "data.py", "config.py")
+    assert f"{total:,} lines" in section
+    assert f"{owned} lines" in ENGLISH and f"{total:,} lines" in ENGLISH
+    assert f"about {round(lines(*modules), -2):,} lines in {len(modules)} modules" in ENGLISH
+    assert re.search(rf"{len(FAULTS)} faults", ENGLISH)
+
+
+@pytest.mark.slow
+def test_the_page_names_the_fields_of_metrics_jsonl(edited: Path) -> None:
+    section = RECIPES.partition("## The metrics of a run\n")[2].partition("\n## ")[0]
+    written = (edited / "runs/cifar10-ToyModel/metrics.jsonl").read_text().splitlines()
+    fields = {name for line in written for name in json.loads(line)}
+    assert fields <= {*re.findall(r"`(\w+)`", section)}, fields
+    assert {json.loads(line)["split"] for line in written} <= {*re.findall(r"\w+", section)}
+
+
+# ---- the generated pages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launchers", LAUNCHERS)
 def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, tmp_path: Path) -> None:
     answers = {"launchers": launchers}
     project = Path(cookiecutter(str(REPOSITORY), no_input=True, extra_context=answers, output_dir=str(tmp_path)))
+    assert dead_links(pages_of(project)) == []
     text = (project / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 180
     scripts = {path.relative_to(project).as_posix() for path in project.glob("launch/*")}
     assert {name.rstrip(".") for name in re.findall(r"\blaunch/\w[\w.]*", text)} == scripts
     assert bool(re.search(r"\blaunch/", text)) == bool(scripts)
-    anchors, all_anchors = (
-        {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(levels, text, re.MULTILINE)}
-        for levels in ("^## (.*)", "^###? (.*)")
-    )
-    links = set(re.findall(r"\]\(#([^)]*)\)", text))
-    assert anchors <= links <= all_anchors, "the contents and the links lead to all sections, and nowhere else"
+    linked = {anchor for path, anchor in links(text) if not path}
+    assert anchors(text, "##") <= linked, "the contents lead to all sections"
     assert all(part.count("\n") > 3 for part in text.split("\n## ")), "no section is empty"
     assert "\n\n\n" not in text and "{%" not in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
+def test_only_one_page_names_all_launch_scripts_and_it_says_that_they_may_be_absent() -> None:
+    scripts = sorted(f"`launch/{path.name}`" for path in (TEMPLATE / "launch").iterdir())
+    note = "are in your project if it was generated with them (the prompt `launchers`)"
+    page = " ".join(PAGES["docs/cluster.md"].split())
+    assert note in page and all(script in page for script in scripts)
+    others = [text for name, text in PAGES.items() if name not in ("README.md", "docs/cluster.md")]
+    assert not any(re.search(r"launch/\w+\.\w+", text) for text in others)
+    assert not any(mark in text for name, text in PAGES.items() if name != "README.md" for mark in ("{{", "{%"))
+
+
+# What the pages name of other programs.
+OTHERS = {
+    "diff",
+    "MLFLOW_TRACKING_URI",
+    "set_transform",
+    "default_rng",
+    "pipeline",
+    "set_random_state",
+    "set_random_seed",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_has_what_the_pages_name(page: str) -> None:
     """Files, and names such as `Schedule.factor` or `run.request_stop()`; but no names that an example adds."""
     sources = "".join(path.read_text(encoding="utf-8") for path in TEMPLATE.rglob("*.py"))
-    words = {*re.findall(r"\w+", sources), "Dockerfile", "pyproject", "toml", "smoothing"}
-    prose = re.sub(r"```.*?```", "", (TEMPLATE / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    codes = re.findall(r"`([^`\n]+)`", prose)
+    words = {*re.findall(r"\w+", sources), "Dockerfile", "pyproject", "toml", "smoothing", *OTHERS}
+    codes = re.findall(r"`([^`\n]+)`", prose(PAGES[page]))
     files = {code for code in codes if re.fullmatch(r"[\w/]+\.(py|sh|md|yaml|sbatch)", code)} - {"try.py"}
     names = {code for code in codes if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", code)} - files - {"try.py"}
-    assert len(files) > 1 and len(names) > 9
+    assert len(files) + len(names) > 3
     assert not [file for file in files if not (TEMPLATE / file).exists()]
     assert not [name for name in names if not set(re.findall(r"[A-Za-z_]\w*", name.partition("(")[0])) <= words]
 
 
-# ---- the commands of the generated README ---------------------------------------------------------------------------
+# ---- the commands of the generated pages ----------------------------------------------------------------------------
 
 PROGRAMS = (
-    r"python3? |pip |pytest|torchrun |mpirun |srun |sbatch |scancel |docker |kubectl |tensorboard |bash |sudo |sed "
+    r"python3? |pip |pytest|ruff |torchrun |mpirun |srun |sbatch |scancel |"
+    r"docker |kubectl |tensorboard |bash |sudo |sed "
 )
 TO_TYPE = re.compile(rf"(?:[A-Z_]+=\S+ )?(?:\./launch_node|launch/\w+\.\w+ |nvidia-smi|ss |py-spy |{PROGRAMS})")
 TINY = "--dataset synthetic --max-steps 2 --device cpu --output-dir runs/"  # the last value of an option counts
@@ -166,6 +286,8 @@ RUN = {
     "python main.py --dataset synthetic --output-dir runs/one": f"{TINY}{{}}",
     "python main.py --nproc 2 --dataset synthetic --output-dir runs/two": f"{TINY}{{}}",
     "python main.py --nproc 2 --dataset synthetic --output-dir runs/mine": f"{TINY}{{}}",
+    "python main.py --nproc 2 --dataset synthetic --max-steps 20 --output-dir runs/try": "--device cpu",
+    "python main.py --nproc 1 --dataset synthetic --max-steps 20 --output-dir runs/one": f"{TINY}{{}}",
     "OMP_NUM_THREADS=1 python main.py --nproc 2": f"{TINY}{{}}",
     "./launch_node.sh": f"-- {TINY}{{}}",
     "./launch_node.sh --nproc-per-node 4 -- --epochs 90": f"{TINY}{{}}",
@@ -182,6 +304,10 @@ ELSEWHERE = {
     "pip install -e .": "test_generator",
     "pip install -e '.[dev]' && pytest": "test_generator, and make own-tests",
     "pip install matplotlib": "test_benchmark",
+    "pip install wandb": "test_recipes",
+    "pip install mlflow": "test_recipes",
+    "ruff check . && ruff format --check .": "test_generator",
+    "torchrun --standalone --nproc-per-node 2 try.py": "above, with the variables of torchrun",
     "python main.py": "test_data: with a download from a server of the test",
     "python main.py --evaluate --resume runs/cifar10-ToyModel/best.pt": "test_saved_options",
     "python main.py --model resnet18 --init-from torchvision --dataset imagefolder --data-dir flowers --image-size 224 "
@@ -205,7 +331,6 @@ ELSEWHERE = {
     "srun python main.py": "test_slurm",
     "scancel --batch --signal=TERM JOB": "test_slurm",
     "scancel JOB": "test_slurm",
-    "sudo .venv/bin/python benchmarks/slow_network.py": "of a clone of the template; takes minutes",
 }
 NOT_HERE = (
     "docker ",
@@ -219,19 +344,26 @@ NOT_HERE = (
 
 def commands(text: str) -> list[str]:
     """What a reader may type: lines of indented blocks and text in backticks that begin like a command."""
-    lines = [line.split("  #")[0].strip() for line in re.findall(r"^    (\S[^\n]*)", text, re.MULTILINE)]
-    found = lines + re.findall(r"`([^`\n]+)`", text)
+    lines = [line.split("  #")[0].strip() for line in re.findall(r"^    (\S[^\n]*)", prose(text), re.MULTILINE)]
+    found = lines + re.findall(r"`([^`\n]+)`", prose(text))
     return list(dict.fromkeys(line.strip() for line in found if TO_TYPE.match(line)))
 
 
-def test_every_command_of_the_generated_readme_is_run_by_a_test() -> None:
-    shown = [command for command in commands(README) if not command.startswith(NOT_HERE)]
-    assert sorted(shown) == sorted([*RUN, *ELSEWHERE])
+def test_every_command_of_the_generated_pages_is_run_by_a_test() -> None:
+    shown = {command for text in PAGES.values() for command in commands(text) if not command.startswith(NOT_HERE)}
+    assert shown == {*RUN, *ELSEWHERE}
+
+
+def test_the_command_of_the_slow_network_is_there() -> None:
+    text = (REPOSITORY / "docs" / "slow-network.md").read_text(encoding="utf-8")
+    (command,) = [line for line in commands(text) if line.startswith("sudo ")]
+    program = command.split()[-1]
+    assert f"python {program}" in (REPOSITORY / program).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_a_command_of_the_generated_readme_works(command: str, project: Path) -> None:
+def test_a_command_of_the_generated_pages_works(command: str, project: Path) -> None:
     if command.startswith("mpirun") and shutil.which("mpirun") is None:
         assert not os.environ.get("CI"), "mpirun must be there in CI"
         pytest.skip("mpirun is not installed")
@@ -243,13 +375,13 @@ def test_a_command_of_the_generated_readme_works(command: str, project: Path) ->
 
 @pytest.fixture(scope="module")
 def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with a third convolution, and the option and the EMA of the README; two processes have trained it."""
+    """A project with a third convolution, and the option and the EMA of the recipes; two processes have trained it."""
     edited = Path(shutil.copytree(project, tmp_path_factory.mktemp("edited") / "project"))
-    (option,) = re.findall(r"^    (smoothing: .*)", README, re.MULTILINE)
+    (option,) = re.findall(r"^    (smoothing: .*)", RECIPES, re.MULTILINE)
     step = "    training.optimizer.zero_grad()\n"
     make = "average = torch.optim.swa_utils.AveragedModel(model)"
-    (field,) = re.findall(r"^    (average: .*)$", README, re.MULTILINE)
-    (loop,) = re.findall(r"^    (while not run.finished\(\) and .*)", README, re.MULTILINE)
+    (field,) = re.findall(r"^    (average: .*)$", RECIPES, re.MULTILINE)
+    (loop,) = re.findall(r"^    (while not run.finished\(\) and .*)", RECIPES, re.MULTILINE)
     (finished,) = re.findall(
         r"^        while not run.finished\(\):.*\n", (project / "main.py").read_text(), re.MULTILINE
     )
@@ -280,12 +412,12 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_option_is_added_by_the_line_of_the_readme(edited: Path) -> None:
+def test_an_option_is_added_by_the_line_of_the_recipe(edited: Path) -> None:
     assert json.loads((edited / "runs/cifar10-ToyModel/config.json").read_text())["options"]["smoothing"] == 0.5
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_state_that_is_passed_as_the_readme_says(edited: Path) -> None:
+def test_a_checkpoint_holds_the_state_that_is_passed_as_the_recipe_shows(edited: Path) -> None:
     checkpoint = torch.load(edited / "runs/cifar10-ToyModel/best.pt", weights_only=True)
     assert checkpoint["average"]["n_averaged"] == 2, "the number of steps"
     average, weights = (checkpoint[name] for name in ("average", "model"))
@@ -295,9 +427,9 @@ def test_a_checkpoint_holds_the_state_that_is_passed_as_the_readme_says(edited: 
 
 
 @pytest.mark.slow
-def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_readme(project: Path, tmp_path: Path) -> None:
+def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(project: Path, tmp_path: Path) -> None:
     """In one step, frozen weights stay and the head moves; or the rest moves by a tenth."""
-    section = README.partition("### Fine-tune\n")[2].partition("\n### ")[0]
+    section = RECIPES.partition("## Fine-tune\n")[2].partition("\n## ")[0]
     _, freeze, slower = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)
 
     def moved(name: str, old: str = "", new: str = "") -> list[float]:
@@ -324,7 +456,7 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_readme(pr
 
 
 @pytest.mark.slow
-def test_a_run_stops_early_by_the_line_of_the_readme(edited: Path) -> None:
+def test_a_run_stops_early_by_the_line_of_the_recipe(edited: Path) -> None:
     """As soon as the accuracy is enough; the same command then ends at once."""
     output = edited / "runs/early"
     options = "--dataset synthetic --device cpu --epochs 20"

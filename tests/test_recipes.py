@@ -150,8 +150,20 @@ def test_a_notebook(tmp_path: Path) -> None:
 
 def test_every_recipe_is_tried_and_none_is_long() -> None:
     source = Path(__file__).read_text()
-    elsewhere = {"Learning rates per group, freezing, pretrained weights"}  # test_documentation.py
-    assert {title for title in SECTIONS if f'"{title}"' not in source} <= elsewhere
+    elsewhere = {  # the file with the test, and what that test is called or takes from the page
+        "Fine-tune": ("test_documentation.py", "_by_the_lines_of_the_recipe"),
+        "State of your own": ("test_documentation.py", "(average: .*)"),
+        "Stop early": ("test_documentation.py", "(while not run.finished"),
+        "Interrupt a run from your code": ("test_faults.py", "request_stop"),
+        "An option": ("test_documentation.py", "(smoothing: .*)"),
+        "Options in a file": ("test_config_file.py", "--config"),
+        "Evaluate a checkpoint": ("test_saved_options.py", "--evaluate"),
+        "Classify images": ("test_predict.py", "predict.py"),
+        "The metrics of a run": ("test_documentation.py", "test_the_page_names_the_fields_of_metrics_jsonl"),
+    }
+    for title, (file, words) in elsewhere.items():
+        assert title in SECTIONS and words in Path(__file__).with_name(file).read_text(), title
+    assert {title for title in SECTIONS if f'"{title}"' not in source} <= set(elsewhere)
     for title, text in SECTIONS.items():
         for block in re.findall(r"^```\S+.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= 15, title
