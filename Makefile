@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 # Tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
 IN_PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test ports check lint types bench versions versions-oldest versions-newest gpu
+.PHONY: demo test own-tests ports check lint types bench versions versions-oldest versions-newest gpu
 
 demo: $(VENV)/ready
 	$(BIN)/python scripts/demo.py
@@ -30,6 +30,10 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory --jobs --output-sync lint types
 	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL)  # the latter are those that every generated project has
+
+# Only those: as their owner runs them.
+own-tests: $(VENV)/ready
+	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
 # Programs of others, as the task of a rendered project. `make test` runs them too.
 ports: $(VENV)/ready
