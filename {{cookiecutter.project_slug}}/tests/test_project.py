@@ -59,7 +59,12 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(number: int, tmp_path: Path
     else:
         os.kill(ranks.pids[1], number)
     assert ranks.wait() == [75 if number == signal.SIGTERM else -9] * 2, ranks.output()
-    assert "resuming from" in train(2, *options, tmp_path / "killed")
+    stopped = status(tmp_path / "killed")
+    resumed = train(2, *options, tmp_path / "killed")
+    assert "resuming from" in resumed
+    if number == signal.SIGTERM:
+        assert (stopped["state"], stopped["saved"]) == ("stopped", stopped["step"])
+        assert f"at step {stopped['step']}" in resumed
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
