@@ -37,6 +37,8 @@ def test_two_processes_train_and_the_loss_falls(tmp_path: Path) -> None:
     train(2, *OPTIONS, "--epochs", 3, "--output-dir", tmp_path)
     losses = [line["loss"] for line in lines(tmp_path, "train")]
     assert losses[-1] < losses[0]
+    steps = 3 * (len(data.load_datasets(Config.parse(OPTIONS)).train) // 32)
+    assert lines(tmp_path, "train")[-1]["step"] == status(tmp_path)["step"] == steps
     for name, dataset in evaluated_sets().items():  # the test set once, at the end
         times = 1 if name == "test" else 3
         assert [line["count"] for line in lines(tmp_path, name)] == [len(dataset)] * times
@@ -50,10 +52,11 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(number: int, tmp_path: Path
 
     SIGKILL loses the steps since the last checkpoint. After SIGTERM, or Ctrl-C, to one of them, all save and exit.
     """
-    options = [*OPTIONS, "--epochs", 3, "--checkpoint-every", 3, "--output-dir"]
+    options = [*OPTIONS, "--epochs", 3, "--checkpoint-every", 3, "--log-every", 2, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     ranks = start(2, *options, tmp_path / "killed", after_step=lambda run: time.sleep(0.05))
-    ranks.until((tmp_path / "killed/checkpoints/step_00000006.pt").exists)
+    ranks.until((tmp_path / "killed/checkpoints/step_00000003.pt").exists)
+    ranks.until(lambda: lines(tmp_path / "killed", "train")[-1]["step"] >= 4)  # which a run resumed at step 3 repeats
     if number == signal.SIGKILL:
         ranks.kill()
     else:
