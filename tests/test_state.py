@@ -1,0 +1,53 @@
+"""Small functions that a whole run shows only now and then."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ddp.checkpoint.state import TrainState, snapshot
+from ddp.core.errors import differences
+from ddp.distributed import rank_reports
+from ddp.distributed.rank_reports import Collective, Report
+from ddp.distributed.tensors import CpuStreams, map_tensors
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+def test_a_named_tuple_stays_one_when_its_tensors_are_mapped() -> None:
+    mapped = map_tensors({"pair": Pair(torch.ones(2), 3)}, lambda tensor: tensor + 1)
+    assert type(mapped["pair"]) is Pair and mapped["pair"].first.tolist() == [2, 2] and mapped["pair"].second == 3
+
+
+def test_tied_weights_are_one_tensor_in_a_snapshot_and_slices_are_not() -> None:
+    weight = torch.arange(4.0)
+    copy, _ = snapshot({"a": weight, "b": weight, "half": weight[:2]}, CpuStreams(torch.device("cpu")))
+    assert copy["a"] is copy["b"] is not weight and copy["half"].tolist() == [0, 1]
+
+
+def test_an_equal_metric_is_no_better_one_and_any_is_better_than_nan() -> None:
+    state = TrainState(step=1)
+    assert state.update_best(0.5, {})
+    state.step = 2
+    assert not state.update_best(0.5, {}) and state.best_step == 1
+    state.best = float("nan")
+    assert state.update_best(0.1, {}) and state.best_step == 2
+
+
+def test_a_name_without_a_value_that_only_one_side_has_is_a_difference() -> None:
+    texts = "{name} was {second}, is {first}", "{name} is new", "{name} is gone"
+    assert differences({"a": None, "b": 1}, {"b": 1, "c": None}, *texts) == ["a is new", "c is gone"]
+    assert differences({"a": None}, {}, texts[0]) == []
+
+
+def test_other_operations_on_tensors_of_the_same_shape_are_different_calls() -> None:
+    reports = {
+        rank: Report("", 1.0, [Collective("gloo 0 7", operation, "float [2]", f"main.py:{rank}", 1.0)])
+        for rank, operation in enumerate(("all_reduce", "broadcast"))
+    }
+    found = rank_reports.differences(reports)
+    assert found == "rank 0 called all_reduce at main.py:0, but rank 1 called broadcast at main.py:1"
