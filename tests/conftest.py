@@ -25,9 +25,11 @@ for name in list(os.environ):
 # Several tests run at once: threads that wait for each other must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Under nohup, every process that a test starts would inherit an ignored SIGHUP.
+# Under nohup, and in the background of a script, every process that a test starts would inherit ignored signals.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

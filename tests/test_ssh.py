@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def net(both: Network) -> Iterator[Network]:
         assert list(both.temporary.glob("ddp-*")) == []
     finally:
         for process in both.processes(0) + both.processes(1):
-            os.kill(int(process.split()[0]), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(process.split()[0]), signal.SIGKILL)
         for file in both.temporary.iterdir():
             shutil.rmtree(file)
 
