@@ -26,7 +26,7 @@ on_host() { # DIRECTORY ARGUMENTS. Runs on each host. A line on its input, or th
 print_lines() { # HOST. Lines do not mix: a process prints while it holds the only line in the pipe `turn`
   while IFS= read -r line || [[ -n $line ]]; do
     read -r -u "$turn"
-    printf '%s | %s\n' "$1" "$line" || true # the run continues if nobody reads its output
+    printf '%s | %s\n' "$1" "$line" || true # the run continues if its output has no reader
     echo >&"$turn"
   done 2>/dev/null
 }
