@@ -19,8 +19,8 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-# Tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
-IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two cores carry three workers, because tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
+IN_PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test own-tests ports check lint types bench versions versions-oldest versions-newest gpu
 

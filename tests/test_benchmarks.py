@@ -193,6 +193,6 @@ def test_a_step_is_timed_within_one_turn() -> None:
 
 @pytest.mark.slow
 def test_two_versions_take_turns() -> None:
-    output = run("versions.py", BENCHMARKS.parent, "--cases", "toy-b16-p1", "--seconds", 8)
+    output = run("versions.py", BENCHMARKS.parent, "--cases", "toy-b16-p1", "--seconds", 4)
     found = re.search(r": (\d\.\d+) \((\d\.\d+) to (\d\.\d+)\), (\d+) pairs$", output)
     assert found is not None and 0 < float(found[2]) <= float(found[1]) <= float(found[3]) and int(found[4]) > 1

@@ -286,13 +286,9 @@ RUN = {
     "python main.py --help": "",
     "python main.py --dataset synthetic --output-dir runs/one": f"{TINY}{{}}",
     "python main.py --nproc 2 --dataset synthetic --output-dir runs/two": f"{TINY}{{}}",
-    "python main.py --nproc 2 --dataset synthetic --output-dir runs/mine": f"{TINY}{{}}",
     "python main.py --nproc 2 --dataset synthetic --max-steps 20 --output-dir runs/try": "--device cpu",
-    "python main.py --nproc 1 --dataset synthetic --max-steps 20 --output-dir runs/one": f"{TINY}{{}}",
-    "OMP_NUM_THREADS=1 python main.py --nproc 2": f"{TINY}{{}}",
     "./launch_node.sh": f"-- {TINY}{{}}",
     "./launch_node.sh --nproc-per-node 4 -- --epochs 90": f"{TINY}{{}}",
-    "./launch_node.sh --max-restarts 3": f"-- {TINY}{{}}",
     "torchrun --nproc-per-node 8 main.py": f"{TINY}{{}} --batch-size 8",
     "mpirun -np 2 python main.py": f"{TINY}{{}}",
     "python benchmark.py --dataset synthetic": "--device cpu --nproc 2 --seconds 0.05 --repeats 1",
@@ -309,6 +305,10 @@ ELSEWHERE = {
     "pip install mlflow": "test_recipes",
     "ruff check . && ruff format --check .": "test_generator",
     "torchrun --standalone --nproc-per-node 2 try.py": "above, with the variables of torchrun",
+    "python main.py --nproc 2 --dataset synthetic --output-dir runs/mine": "above, with another directory",
+    "python main.py --nproc 1 --dataset synthetic --max-steps 20 --output-dir runs/one": "above, with two processes",
+    "OMP_NUM_THREADS=1 python main.py --nproc 2": "test_launch",
+    "./launch_node.sh --max-restarts 3": "test_nodes",
     "python main.py": "test_data: with a download from a server of the test",
     "python main.py --evaluate --resume runs/cifar10-ToyModel/best.pt": "test_saved_options",
     "python main.py --model resnet18 --init-from torchvision --dataset imagefolder --data-dir flowers --image-size 224 "
@@ -439,17 +439,23 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
     section = RECIPES.partition("## Fine-tune\n")[2].partition("\n## ")[0]
     _, freeze, slower = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)
 
-    def moved(name: str, old: str = "", new: str = "") -> list[float]:
-        edited = Path(shutil.copytree(project, tmp_path / name))
-        text = (edited / "model.py").read_text()
-        assert not old or text.count(old) == 1
-        (edited / "model.py").write_text(text.replace(old, new) if old else text)
+    edited = Path(shutil.copytree(project, tmp_path / "project"))
+    source = (edited / "model.py").read_text()
+    data = (edited / "data.py").read_text()
+    (edited / "data.py").write_text(data.replace('"val": 2_000, "test": 2_000', '"val": 20, "test": 20'))
+
+    def weights(name: str, lr: float, old: str = "", new: str = "") -> dict[str, torch.Tensor]:
+        """After one step."""
+        assert not old or source.count(old) == 1
+        (edited / "model.py").write_text(source.replace(old, new) if old else source)
         step = "--max-steps 1 --lr-schedule constant --warmup-epochs 0 --momentum 0 --weight-decay 0 --model resnet18"
-        train_in(
-            edited, *([1, *f"{TINY}{folder} {step} --lr {lr}".split()] for folder, lr in (("a", 1e-30), ("b", 0.1)))
-        )
-        files = (edited / f"runs/{folder}/checkpoints/step_00000001.pt" for folder in "ab")
-        before, after = (torch.load(file, weights_only=True)["model"] for file in files)
+        train_in(edited, [1, *f"{TINY}{name} {step} --lr {lr}".split()])
+        return torch.load(edited / f"runs/{name}/checkpoints/step_00000001.pt", weights_only=True)["model"]
+
+    before = weights("before", 1e-30)
+
+    def moved(name: str, old: str = "", new: str = "") -> list[float]:
+        after = weights(name, 0.1, old, new)
         return [(after[each] - before[each]).norm().item() for each in ("layer1.0.conv1.weight", "fc.weight")]
 
     anchor, optimizer = (

@@ -52,7 +52,7 @@ def test_a_killed_or_stopped_run_resumes_bit_for_bit(number: int, tmp_path: Path
 
     SIGKILL loses the steps since the last checkpoint. After SIGTERM, or Ctrl-C, to one of them, all save and exit.
     """
-    options = [*OPTIONS, "--epochs", 3, "--checkpoint-every", 3, "--log-every", 2, "--output-dir"]
+    options = [*OPTIONS, "--epochs", 2, "--checkpoint-every", 3, "--log-every", 2, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     ranks = start(2, *options, tmp_path / "killed", after_step=lambda run: time.sleep(0.05))
     ranks.until((tmp_path / "killed/checkpoints/step_00000003.pt").exists)
