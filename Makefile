@@ -19,8 +19,9 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-# Two cores carry three workers, because tests wait for half of their time. Distribute whole files, because the tests of a file share what they render or start.
-IN_PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Tests wait for half of their time, so two cores carry four workers. Distribute whole files, because the tests of a
+# file share what they render or start.
+IN_PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test own-tests ports check lint types bench versions versions-oldest versions-newest gpu
 
@@ -29,7 +30,8 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory --jobs --output-sync lint types
-	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL)  # the latter are those that every generated project has
+	@# Those of the template are those that every generated project has.
+	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL)
 
 # Only those: as their owner runs them.
 own-tests: $(VENV)/ready

@@ -29,6 +29,7 @@ def run(folder: Path, *all_options: tuple[str, ...]) -> subprocess.CompletedProc
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", TASKS, ids=lambda folder: "template" if folder == TEMPLATE else folder.name)
 def test_a_batch_stays_on_the_gpu_and_nothing_waits_for_it(folder: Path) -> None:
     """In training and evaluation, with data in memory that fit on the GPU, and with data that do not.
@@ -40,6 +41,7 @@ def test_a_batch_stays_on_the_gpu_and_nothing_waits_for_it(folder: Path) -> None
     assert done.returncode == 0 and done.stdout.count("done:") == len(all_options), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

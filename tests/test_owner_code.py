@@ -608,6 +608,7 @@ def test_an_average_that_follows_nothing_is_refused() -> None:
 
 
 @fault(40)
+@pytest.mark.slow
 def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate(tmp_path: Path, small: None) -> None:
     given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every", 2, "--model=resnet18")
     given = (*given, "--image-size", 32, "--ema", 0.5)

@@ -52,9 +52,9 @@ def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Pat
     options = ["--dataset", "synthetic", "--device", "cpu", "--max-steps", 2, "--output-dir"]
     (output,) = train_in(project, [2, *options, "runs/2"])
     assert "done in" in output and "warning" not in output
-    short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
-    output = run(project, "benchmark.py", "--dataset", "synthetic", *short)
-    assert "samples/s" in output
+    if port in ("detection", "transformers_bert"):  # inputs that are lists, or dictionaries
+        short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
+        assert "samples/s" in run(project, "benchmark.py", "--dataset", "synthetic", *short)
 
 
 def test_the_readme_has_the_number_of_lines_of_each_file() -> None:
