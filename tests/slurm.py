@@ -126,14 +126,19 @@ class Job:
         return known
 
     def comes_back(self, restarts: int = 1, timeout: float = 60) -> None:
-        """Wait until it is in the queue again."""
-        back = {"JobState": "PENDING", "Restarts": str(restarts)}
-        self.until(lambda: self.show().items() >= back.items(), timeout)
+        """Wait until it is in the queue again, or has left it again."""
+
+        def back() -> bool:
+            known = self.show()
+            return known["Restarts"] == str(restarts) and known["JobState"] != "COMPLETING"
+
+        self.until(back, timeout)
 
     def start_again(self) -> None:
         """Slurm starts a job that is back in the queue after two minutes; now, instead."""
         time.sleep(1.1)  # in the second in which it ended, slurmd would not take it
-        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        if self.show()["JobState"] == "PENDING":
+            self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
         self.until(lambda: self.show()["JobState"] != "PENDING")
 
     def cancel(self, *options: str) -> None:

@@ -116,6 +116,8 @@ def reachable(made: list[Machine], folder: Path) -> Iterator[Network]:
 def _serve(machine: Machine, folder: Path) -> Program:
     settings = folder / f"server {machine.name}"
     settings.write_text(SERVER.format(address=machine.address, folder=folder))
-    server = machine.start(_server(), "-D", "-e", "-f", settings)
+    # What bash reads for a command over ssh may print, or change files that others use at the same time (pyenv).
+    plain = 'if [ -e ~/.bashrc ]; then mount --bind /dev/null ~/.bashrc; fi; exec "$0" "$@"'
+    server = machine.start("sh", "-euc", plain, _server(), "-D", "-e", "-f", settings)
     server.until("Server listening")
     return server
