@@ -32,7 +32,7 @@ PER_EPOCH = TRAIN // (2 * 4)
 # A small model with dropout and BatchNorm, DataLoader workers, and a checkpoint every third of a second.
 OPTIONS = ["--dataset", "imagefolder", "--model", "mobilenet_v3_small", "--batch-size", 4, "--workers", 1]
 OPTIONS += ["--checkpoint-every", 5, "--log-every", 1, "--epochs", 1000, "--timeout", 60]
-START_S, TRAIN_S = 5.0, 1.2  # a signal is sent within this time after the start, or after training began
+START_S, TRAIN_S = 4.0, 0.5  # a signal is sent within this time after the start, or after training began
 
 
 class Run:

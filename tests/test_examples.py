@@ -20,7 +20,7 @@ import numpy
 import pytest
 import torch
 from cookiecutter.main import cookiecutter
-from outputs import lines, weights_and_momentum
+from outputs import lines, newest, weights_and_momentum
 from PIL import Image
 from project_runs import train_in
 
@@ -71,10 +71,13 @@ def train(project: Path, *options: Any, code: int = 0) -> str:
     return output
 
 
-def a_killed_run_resumes_bit_for_bit(project: Path) -> None:
-    """By the project's own test. tests/ports runs all of them, on more tasks."""
-    test = "tests/test_project.py::test_a_killed_or_stopped_run_resumes_bit_for_bit[9]"
-    assert "1 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test)
+def resumes_bit_for_bit(project: Path, folder: Path, *options: Any) -> None:
+    """Seven steps, and four of them and then the rest, end with the same checkpoint. tests/ports kills the runs."""
+    short = [2, *options, "--device", "cpu", "--checkpoint-every", 2, "--epochs", 9, "--max-steps"]
+    parts = folder / "parts"
+    train_in(project, [*short, 7, "--output-dir", folder / "7"], *[[*short, n, "--output-dir", parts] for n in (4, 7)])
+    assert newest(parts).name == "step_00000007.pt"
+    assert weights_and_momentum(parts) == weights_and_momentum(folder / "7")
 
 
 def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *options: Any) -> None:
@@ -92,7 +95,7 @@ def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *o
 def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("linear_regression", tmp_path), readme("linear_regression")
-    a_killed_run_resumes_bit_for_bit(project)
+    resumes_bit_for_bit(project, tmp_path, *options_of(text))
     train(project, "--nproc", 2, *options_of(text))
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     weight, bias = map(float, run(project, "-c", block).split())
@@ -103,7 +106,7 @@ def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
 
 def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
     project = render("language_model", tmp_path)
-    a_killed_run_resumes_bit_for_bit(project)
+    resumes_bit_for_bit(project, tmp_path, *options_of(readme("language_model")), "--batch-size", 4)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
     train(project, "--nproc", 2, *options_of(readme("language_model")), *options)
     last = lines(project / "runs/text-Transformer", "val")[-1]
@@ -139,7 +142,9 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     project = render("voc_segmentation", tmp_path)
     voc(tmp_path / "voc")
     options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
-    options += ["--batch-size", 2, "--epochs", 2, "--workers", 1]
+    options += ["--batch-size", 2, "--workers", 1]
+    resumes_bit_for_bit(project, tmp_path, *options)
+    options += ["--epochs", 1]
     output_dir = tmp_path / "whole"
     train_in(project, [2, *options, "--output-dir", output_dir])
     last = lines(output_dir, "val")[-1]
@@ -154,7 +159,6 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
     train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 2])
     assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
-    a_killed_run_resumes_bit_for_bit(project)
 
 
 def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
@@ -177,18 +181,14 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
 def test_cifar10_speed_trains_in_bf16_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     """With the command of its README."""
     project = render("cifar10_speed", tmp_path)
-    a_killed_run_resumes_bit_for_bit(project)
-    options = [*options_of(readme("cifar10_speed")), "--device", "cpu"]
-    short = [2, *options, "--batch-size", 32, "--checkpoint-every", 2, "--max-steps"]
-    parts = [*short, 4, "--output-dir", "parts"], [*short, 7, "--output-dir", "parts"]
+    options = options_of(readme("cifar10_speed"))
+    resumes_bit_for_bit(project, tmp_path, *options, "--batch-size", 32)
+    options += ["--device", "cpu"]
     output_dir = project / "whole run"
-    train_in(
-        project, [*short, 7, "--output-dir", "short"], *parts, [2, *options, "--epochs", 2, "--output-dir", output_dir]
-    )
-    assert weights_and_momentum(project / "parts") == weights_and_momentum(project / "short")
+    train_in(project, [2, *options, "--output-dir", output_dir])
     (last,) = lines(output_dir, "test")
     assert last["accuracy"] > 0.9 and not (output_dir / "best.pt").exists(), last
-    an_evaluation_by_one_process_is_the_same(project, output_dir, *options, "--epochs", 2)
+    an_evaluation_by_one_process_is_the_same(project, output_dir, *options)
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     newest = max(output_dir.glob("checkpoints/step_*.pt"))
     assert "red.png: class " in run(project, "predict.py", newest, tmp_path / "red.png")

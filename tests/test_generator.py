@@ -512,14 +512,13 @@ def test_pip_installs_the_project_and_reads_its_license(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("editable", [["-e"], []], ids=["editable", "ordinary"])
 def test_two_projects_in_one_environment_import_their_own_modules(
-    source: Path, tmp_path: Path, environment: dict[str, str], editable: list[str]
+    source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """Both have a model.py. pip installs none of their modules, so that neither hides those of the other."""
+    """Both have a model.py. pip installs none of their modules, editable or not: neither hides those of the other."""
     python = virtual_environment(tmp_path / "venv")
     projects = [render(source, tmp_path, project_slug=slug) for slug in ("one", "two")]
-    for project in projects:
+    for project, editable in zip(projects, (["-e"], []), strict=True):
         for name in ("model.py", "data.py", "config.py", "ddp/__init__.py"):
             with (project / name).open("a", encoding="utf-8") as file:
                 file.write("\n\nprint(__file__)\n")
