@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 STORED = json.loads((HERE / "curves.json").read_text())
 SHARED = ("--dataset", "synthetic", "--device", "cpu", "--max-steps", 20, "--log-every", 1, "--output-dir")
 TASKS: dict[str, list[Any]] = {
-    "ToyModel": ["--batch-size", 16, "--epochs", 2, "--ema", 0.9, "--clip-grad", 0.5, "--scale-lr"],
+    "ToyModel": ["--batch-size", 16, "--epochs", 2, "--ema", 0.9, "--clip-grad", 0.1, "--scale-lr"],
     "dropout, BatchNorm and random numbers": ["--batch-size", 4, "--grad-accum-steps", 2, "--workers", 2, "--seed", 3],
     "a line": ["--batch-size", 8],
 }

@@ -372,7 +372,9 @@ def test_a_refusal_is_one_line_of_one_process() -> None:
     twice = run([sys.executable, MAIN, "--nproc", 2], **{**TORCHRUN, "RANK": "0"})
     assert twice.returncode == 2 and "torchrun did already: remove --nproc" in twice.stderr
     many = run([sys.executable, MAIN, "--dataset", "synthetic", "--nproc", 2, "--model", "no-such"])
-    assert many.returncode == 2 and many.stderr.count("error:") == 1 and "resnet18" in many.stderr
+    # On a busy machine rank 1 may be so much earlier that rank 0 names it.
+    assert many.returncode == 2 and "resnet18" in many.stderr
+    assert len(re.findall("^(?:error: |rank 0 is exiting because rank 1 failed: )--model", many.stderr, re.M)) == 1
 
 
 def test_ranks_without_local_ranks_are_numbered_on_each_machine() -> None:
@@ -419,7 +421,9 @@ def test_rank_0_names_the_ranks_that_did_not_join(absent: tuple[int, ...], joine
     ranks = Ranks(4, some_join)
     assert ranks.wait(30) == [0 if rank in absent else 3 for rank in range(4)], ranks.output()
     said = ranks.output(0)
-    assert said.startswith(f"only {joined} of 4 processes joined at file://") and said.count("\n") == 1
+    # The rank whose time ends first tells the others.
+    assert re.match(rf"(rank 0 .* because rank \d failed: )?only {joined} of 4 processes joined at file://", said)
+    assert said.count("\n") == 1
     assert f"within 2 s (--timeout); missing: {missing}; start all of them" in said
 
 

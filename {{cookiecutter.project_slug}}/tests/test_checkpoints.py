@@ -80,7 +80,7 @@ def test_with_another_number_of_processes_the_epoch_continues_where_it_was(outpu
 
 def test_options_that_make_another_run_are_refused_by_name(output: Path) -> None:
     before = (output / "metrics.jsonl").read_bytes()
-    refused = train(2, *OPTIONS, "--max-steps", 8, "--seed", 3, "--warmup-epochs", 0.5, "--output-dir", output, code=4)
+    refused = train(2, *OPTIONS, "--max-steps", 8, "--seed", 3, "--warmup-epochs", 0.37, "--output-dir", output, code=4)
     (line,) = refused.splitlines()
     assert "--seed was 0, is 3" in line and "--warmup-epochs was " in line and "--output-dir" in line
     assert (output / "metrics.jsonl").read_bytes() == before, "a refused command changes nothing"
