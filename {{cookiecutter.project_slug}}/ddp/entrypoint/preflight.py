@@ -33,7 +33,7 @@ class WrongResult(SetupError, on_every_rank=True):
 COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
     "all_reduce": (lambda tensor, ctx: dist.all_reduce(tensor), lambda n: 2 * (n - 1) / n),
     "all_gather": (
-        lambda tensor, ctx: dist.all_gather_into_tensor(tensor, tensor.chunk(ctx.world_size)[ctx.rank].clone()),
+        lambda tensor, ctx: dist.all_gather([*(parts := tensor.chunk(ctx.world_size))], parts[ctx.rank].clone()),
         lambda n: (n - 1) / n,
     ),
     "broadcast": (lambda tensor, ctx: dist.broadcast(tensor, src=ctx.world_size - 1), lambda n: 1.0),
