@@ -1,19 +1,27 @@
-"""Several runs of a project in one Python process, whose ranks are forked: torch is imported once, not by each."""
+"""Python programs in a project's folder, in processes that a fork server starts: torch is imported once, not by each.
+
+The fork server is a new interpreter, so that nothing of the test is in its processes. Where a test is about the start
+of a process, or about its launcher, it starts Python itself.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
+import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "tests"
+INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+PRELOADED = ["pytest", "torch", "torch._dynamo", "torch.utils.tensorboard"]
 PROGRAM = """
 import json, sys
 sys.path[:0] = [".", sys.argv[2]]
-import torchvision
 from processes import start
 outputs = []
 for world_size, *options in json.loads(sys.argv[1]):
@@ -22,6 +30,50 @@ for world_size, *options in json.loads(sys.argv[1]):
 print(json.dumps(outputs))
 """
 
+servers = multiprocessing.get_context("forkserver")
+servers.set_forkserver_preload(PRELOADED)
+
+
+def python(project: Path, *words: Any, code: int | None = 0, timeout: float = 300, **variables: str) -> str:
+    """The output of `python WORDS` in the folder `project`. Fails unless it exits with `code`; None accepts any."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread pool would not survive the fork
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        process = servers.Process(target=_become, args=(log.name, str(project), [*map(str, words)], environment))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        output = log.read()
+    assert process.exitcode == code or code is None, f"exit code {process.exitcode}, expected {code}:\n{output}"
+    return output
+
+
+def _become(log: str, project: str, words: list[str], environment: dict[str, str]) -> None:
+    """In a process of the fork server: do what Python does with these words."""
+    multiprocessing.set_start_method(None, force=True)  # the default again, which DataLoader uses
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(project)
+    sys.path[:] = ["", *(path for path in sys.path if path.startswith(INSTALLED))]
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    option, *rest = words
+    sys.argv = words
+    if option == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif option == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        script = Path(option).resolve()
+        sys.path[0] = str(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+
 
 def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -> list[str]:
     """What main.py prints in `project` for each of `runs`: a number of processes, then its options; one after another.
@@ -29,11 +81,8 @@ def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -
     Fails unless all ranks exit with `code`.
     """
     words = json.dumps([[run[0], *map(str, run[1:])] for run in runs])
-    command = [sys.executable, "-c", PROGRAM, words, str(TESTS)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    output = python(project, "-c", PROGRAM, words, TESTS, **variables)
+    outputs = json.loads(output.splitlines()[-1])
     for run, (codes, output) in zip(runs, outputs, strict=True):
         assert codes == [code] * run[0], f"{run}: exit codes {codes}, expected {code}:\n{output}"
     return [output for _, output in outputs]

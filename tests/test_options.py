@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from outputs import lines
 from PIL import Image
+from project_runs import python
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils import tensorboard  # noqa: F401  for the same reason
@@ -338,18 +339,10 @@ def test_every_option_with_a_value_has_a_bad_value_above() -> None:
     assert takes_a_value - tested == {"model"}, "a bad one has its own test below, and so has a bad dataset"
 
 
-def shell(*arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.mark.slow
-def test_the_program_exits_2_with_one_line_on_stderr(template: Path) -> None:
-    result = shell("main.py", "--momentum", "1.5", "--nproc", 4, folder=template)
-    assert result.returncode == 2
-    assert result.stderr == "error: --momentum: '1.5' must be a number >= 0 and <= 1; see --help\n"
-    assert result.stdout == ""
+def test_the_program_exits_2_with_one_line(template: Path) -> None:
+    output = python(template, "main.py", "--momentum", "1.5", "--nproc", 4, code=2)
+    assert output == "error: --momentum: '1.5' must be a number >= 0 and <= 1; see --help\n"
 
 
 def test_a_line_break_in_a_value_does_not_add_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +354,8 @@ def test_a_line_break_in_a_value_does_not_add_a_second_line(capsys: pytest.Captu
 
 def test_the_options_are_checked_without_torch(template: Path) -> None:
     check = "from config import Config; Config.parse()"
-    result = shell("-X", "importtime", "-c", check, "--epochs", 3, "--precision=bf16", folder=template)
+    command = [sys.executable, "-X", "importtime", "-c", check, "--epochs", "3", "--precision=bf16"]
+    result = subprocess.run(command, cwd=template, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
     assert result.stdout == ""
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -1238,26 +1232,13 @@ def test_warn_after_says_who_waits_for_whom() -> None:
 
 
 @shows("nproc")
-@pytest.mark.parametrize(
-    ("program", "flag"), [((sys.executable, "main.py"), "--nproc"), (("./launch_node.sh",), "--nproc-per-node")]
-)
-def test_more_processes_than_the_machine_can_run_are_refused(
-    program: tuple[str, ...], flag: str, template: Path
-) -> None:
+def test_more_processes_than_the_machine_can_run_are_refused(template: Path) -> None:
+    command = ["./launch_node.sh", "--nproc-per-node", "100000"]
     environment = {**os.environ, "PYTHON": sys.executable}
-    command = [*program, flag, "100000"]
-    result = subprocess.run(command, cwd=template, env=environment, capture_output=True, text=True, timeout=180)
+    node = subprocess.run(command, cwd=template, env=environment, capture_output=True, text=True, timeout=180)
+    assert node.returncode == 2
     cores = os.cpu_count() or 1
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
     limit = f"this machine has {cores} cores and runs at most {16 * cores} processes, 16 per core"
-    assert f"{flag} 100000: {limit}" in result.stderr
-
-
-@pytest.mark.slow
-@shows("nproc")
-def test_nproc_starts_processes_on_this_machine(tmp_path: Path, template: Path) -> None:
-    options = ("--nproc", 2, "--dataset", "synthetic", "--device", "cpu", "--max-steps", 1, "--output-dir", tmp_path)
-    result = shell("main.py", *options, folder=template)
-    assert result.returncode == 0, result.stderr
-    assert "global batch 128 = 2 processes x 64" in result.stdout
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    alone = python(template, "main.py", "--nproc", 100_000, code=2)
+    for output, flag in ((node.stderr, "--nproc-per-node"), (alone, "--nproc")):
+        assert output.count("\n") == 1 and f"{flag} 100000: {limit}" in output

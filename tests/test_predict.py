@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,8 @@ import pytest
 import torch
 from outputs import newest
 from PIL import Image
+from project_runs import python
+from template_copy import TEMPLATE
 from torch.utils.data import Subset
 
 import data
@@ -78,7 +78,7 @@ def test_images_in_files_are_classified_as_in_an_evaluation(
 def test_images_in_memory_are_resized_as_in_an_evaluation(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a real process, as a user starts it."""
+    """By the command, as a user types it."""
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "val": 5})
     options = ("--dataset", "synthetic", *more)
     train(1, *TRAIN, *options, "--output-dir", tmp_path / "run")
@@ -87,11 +87,9 @@ def test_images_in_memory_are_resized_as_in_an_evaluation(
     for number, image in enumerate(dataset.images):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{number}.png")
     files = sorted(tmp_path.glob("*.png"))
-    command = [sys.executable, predict.__file__, newest(tmp_path / "run"), *files]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed = python(TEMPLATE, "predict.py", newest(tmp_path / "run"), *files)
     results = expected(newest(tmp_path / "run"), config, dataset, files)
-    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == results
+    assert [line.partition(": ")[2] for line in printed.splitlines()] == results
 
 
 def test_how_many_classes_are_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,9 +117,8 @@ def test_what_cannot_be_classified_is_refused_with_one_line(folder: Path, tmp_pa
     checkpoint.write(tmp_path / "edited.pt", content)
     with pytest.raises(CheckpointError, match="of an earlier version of this project, which did not store the classes"):
         predict.main([str(tmp_path / "edited.pt"), image])
-    command = [sys.executable, predict.__file__, str(best)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr == "error: the following arguments are required: images; see --help\n"
+    refusal = "error: the following arguments are required: images; see --help\n"
+    assert python(TEMPLATE, "predict.py", best, code=2) == refusal
 
 
 class Darker(ImagesInMemory):

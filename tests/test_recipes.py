@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from outputs import lines
-from project_runs import train_in
+from project_runs import python, train_in
+from template_copy import shrink
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -42,8 +41,7 @@ def project_with(folder: Path, *changes: tuple[str, str]) -> Path:
     """A copy of the project with these edits."""
     hidden = shutil.ignore_patterns(".*_cache", "__pycache__", "runs", "tests")
     project = Path(shutil.copytree(TEMPLATE, folder / "project", ignore=hidden))
-    source = (project / "data.py").read_text()
-    (project / "data.py").write_text(source.replace('"train": 10_000, "val": 2_000', '"train": 256, "val": 64'))
+    shrink(project, train=256, val=64, test=64)
     for file, edit in changes:
         path = project / file
         path.write_text(applied(path.read_text(), edit))
@@ -143,8 +141,7 @@ def test_without_an_edit(tmp_path: Path) -> None:
 def test_a_notebook(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", SECTIONS["A notebook"], re.DOTALL)
     project = project_with(tmp_path)
-    done = subprocess.run([sys.executable, "-c", block], cwd=project, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    python(project, "-c", block)
     assert json.loads((project / "runs/notebook/status.json").read_text())["step"] == 5
 
 

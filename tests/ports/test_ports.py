@@ -7,32 +7,19 @@ resumed run, and evaluate with 1, 2 and 3 processes. `make ports` installs the p
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cookiecutter.main import cookiecutter
-from project_runs import train_in
+from project_runs import python, train_in
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PORTS = {path.parent.name: path.parent for path in sorted(HERE.glob("*/model.py"))}
 PORTS["gan"] = REPOSITORY / "examples/gan"  # the only one with a main.py of its own
 NEEDS = {"timm_vit": "timm", "transformers_bert": "transformers"}
-
-
-def run(project: Path, *words: str) -> str:
-    """The output of `python WORDS` in the project. Fails unless it exits with 0."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=project, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -47,14 +34,15 @@ def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Pat
     (project / "tests/test_toy_model.py").unlink()
     # The other tests do not depend on the task; nor does the signal that ends a run.
     tests = ["tests"] if port == "gan" else ["tests/test_project.py", "-k", "not for_bit[15]"]
-    tested = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    tested = python(project, "-m", "pytest", "-q", "--durations=8", "-p", "no:cacheprovider", *tests)
+    print(tested)
     assert re.search(r"\b\d+ passed", tested) and "skipped" not in tested, tested
     options = ["--dataset", "synthetic", "--device", "cpu", "--max-steps", 2, "--output-dir"]
     (output,) = train_in(project, [2, *options, "runs/2"])
     assert "done in" in output and "warning" not in output
     if port in ("detection", "transformers_bert"):  # inputs that are lists, or dictionaries
         short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
-        assert "samples/s" in run(project, "benchmark.py", "--dataset", "synthetic", *short)
+        assert "samples/s" in python(project, "benchmark.py", "--dataset", "synthetic", *short)
 
 
 def test_the_readme_has_the_number_of_lines_of_each_file() -> None:
