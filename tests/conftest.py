@@ -61,8 +61,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {fault}{limit}")
 
 
-# Longest first, so that two processes that take file by file end at nearly the same time.
-LONG = ("chaos", "machines", "nodes", "launch", "examples", "documentation", "benchmarks", "ssh", "slurm")
+# Longest first, so that processes that take file by file end at nearly the same time.
+LONG = (
+    "chaos",
+    "nodes",
+    "machines",
+    "ports",
+    "launch",
+    "examples",
+    "slurm",
+    "benchmarks",
+    "ssh",
+    "faults",
+    "collectives",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

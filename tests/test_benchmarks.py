@@ -36,12 +36,12 @@ def run(name: str, *options: Any) -> str:
 @pytest.mark.slow
 def test_the_project_is_compared_with_the_naive_script_and_the_limit(tmp_path: Path) -> None:
     """The other contestants need libraries that only the environment of `make bench` has."""
-    short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b128-p1")
+    short = ("--repetitions", 1, "--steps", 0.05, "--cases", "toy-b16-p1")
     output = run("training.py", *short, "--contestants", "naive", OURS, "limit", "--output", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    speeds = results["images_per_s"]["toy-b128-p1"]
+    speeds = results["images_per_s"]["toy-b16-p1"]
     assert list(speeds) == ["naive", OURS, "limit"] and all(len(speed) == 1 for speed in speeds.values())
-    (part,) = results["of_the_limit"]["toy-b128-p1"]
+    (part,) = results["of_the_limit"]["toy-b16-p1"]
     assert f"| {OURS} | {speeds[OURS][0]:,.0f} | {speeds[OURS][0] / speeds['naive'][0]:.2f} | {part:.1%} |" in output
     assert imread(tmp_path / "speed.png").std() > 0.05
 

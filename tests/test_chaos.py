@@ -22,8 +22,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from faults import fault
+from processes import start, train
 
 MAIN = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "main.py"
+FORKED: list[Any] = []  # no launcher
 SPAWN = [sys.executable, MAIN, "--nproc", 2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 TORCHRUN += ["--nproc-per-node", 2, MAIN]
@@ -33,6 +35,29 @@ PER_EPOCH = TRAIN // (2 * 4)
 OPTIONS = ["--dataset", "imagefolder", "--model", "mobilenet_v3_small", "--batch-size", 4, "--workers", 1]
 OPTIONS += ["--checkpoint-every", 5, "--log-every", 1, "--epochs", 1000, "--timeout", 60]
 START_S, TRAIN_S = 4.0, 0.5  # a signal is sent within this time after the start, or after training began
+
+
+class Forked:
+    """One start of two ranks that the test forks, since Python takes seconds to start: for signals to the ranks."""
+
+    def __init__(self, options: list[Any]) -> None:
+        self.ranks = start(2, *options)
+
+    def workers(self) -> list[int]:
+        return self.ranks.pids
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        self.ranks.until(condition)
+
+    def wait(self) -> list[int]:
+        """The exit codes of the ranks."""
+        return self.ranks.wait()
+
+    def kill_all(self) -> None:
+        self.ranks.kill()
+
+    def output(self) -> str:
+        return self.ranks.output()
 
 
 class Run:
@@ -104,24 +129,22 @@ class Run:
 LAUNCHER, RANK_0, RANK_1 = -1, 0, 1
 # (launcher, signal, targets, when): 20 of them.
 KILLS: list[tuple[list[Any], int, tuple[int, ...], str]] = [
-    (SPAWN, signal.SIGKILL, (RANK_0,), "training"),
+    (FORKED, signal.SIGKILL, (RANK_0,), "training"),
+    (FORKED, signal.SIGKILL, (RANK_1,), "training"),
+    *[(FORKED, signal.SIGKILL, (RANK_0, RANK_1), "training")] * 2,
+    *[(FORKED, signal.SIGKILL, (RANK_0,), "saving")] * 2,
+    (FORKED, signal.SIGTERM, (RANK_0,), "training"),
+    (FORKED, signal.SIGTERM, (RANK_1,), "saving"),
     (SPAWN, signal.SIGKILL, (RANK_1,), "training"),
-    (SPAWN, signal.SIGKILL, (RANK_0, RANK_1), "training"),
     (SPAWN, signal.SIGKILL, (LAUNCHER,), "training"),
     *[(SPAWN, signal.SIGKILL, (LAUNCHER,), "starting")] * 2,
-    (SPAWN, signal.SIGKILL, (RANK_0,), "saving"),
     (SPAWN, signal.SIGKILL, (LAUNCHER, RANK_0, RANK_1), "saving"),
     (SPAWN, signal.SIGTERM, (LAUNCHER,), "training"),
-    (SPAWN, signal.SIGTERM, (RANK_1,), "saving"),
     (TORCHRUN, signal.SIGKILL, (RANK_0,), "training"),
-    (TORCHRUN, signal.SIGKILL, (RANK_1,), "training"),
-    (TORCHRUN, signal.SIGKILL, (RANK_0, RANK_1), "training"),
     (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "training"),
     (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "starting"),
-    (TORCHRUN, signal.SIGKILL, (RANK_0,), "saving"),
     (TORCHRUN, signal.SIGKILL, (LAUNCHER,), "saving"),
     (TORCHRUN, signal.SIGKILL, (LAUNCHER, RANK_0, RANK_1), "saving"),
-    (TORCHRUN, signal.SIGTERM, (LAUNCHER,), "training"),
     (TORCHRUN, signal.SIGTERM, (RANK_1,), "training"),
 ]
 
@@ -130,7 +153,9 @@ def newest_step(output: Path) -> int:
     return max([int(path.stem.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*.pt")] or [0])
 
 
-def send_signals(run: Run, output_dir: Path, number: int, targets: tuple[int, ...], when: str, moment: float) -> None:
+def send_signals(
+    run: Run | Forked, output_dir: Path, number: int, targets: tuple[int, ...], when: str, moment: float
+) -> None:
     """Send the signal at a moment (0 to 1) of the start or of the training; or after it, in the middle of a save."""
     if when == "starting":
         run.until(run.workers)
@@ -142,12 +167,14 @@ def send_signals(run: Run, output_dir: Path, number: int, targets: tuple[int, ..
         run.until(lambda: any((output_dir / "checkpoints").glob("*.tmp")))
     workers = run.workers()
     for target in targets:
-        os.kill(run.launcher.pid if target == LAUNCHER else workers[target], number)
+        os.kill(run.launcher.pid if isinstance(run, Run) and target == LAUNCHER else workers[target], number)
 
 
-def check_end(code: int, launcher: list[Any], number: int, targets: tuple[int, ...], output: str, newest: int) -> None:
-    """Check the exit code and the output. `newest`: the step of the newest checkpoint."""
-    if LAUNCHER in targets and number == signal.SIGKILL:
+def check_end(code: Any, launcher: list[Any], number: int, targets: tuple[int, ...], output: str, newest: int) -> None:
+    """Check the exit code (of FORKED: both), and the output. `newest`: the step of the newest checkpoint."""
+    if launcher is FORKED:
+        assert code == [75 if number == signal.SIGTERM else -9 if rank in targets else 8 for rank in (0, 1)], output
+    elif LAUNCHER in targets and number == signal.SIGKILL:
         assert code == -signal.SIGKILL
     elif launcher is TORCHRUN:
         assert code == 1  # torchrun's own, for any code of its workers; launch_node.sh exits with theirs
@@ -157,13 +184,13 @@ def check_end(code: int, launcher: list[Any], number: int, targets: tuple[int, .
         assert code == 8, output
     if number == signal.SIGTERM:
         assert len(re.findall("^stopped on request and saved", output, re.MULTILINE)) == 1, output
-    elif launcher is SPAWN and len(targets) == 1 and targets != (LAUNCHER,):
+    elif launcher is not TORCHRUN and len(targets) == 1 and targets != (LAUNCHER,):
         found = re.search(
             rf"rank {targets[0]} was lost .*; (?:nothing was saved yet|resumable from step ([\d,]+)):", output
         )
         assert found is not None, output
         assert int((found[1] or "0").replace(",", "")) <= newest, f"there is no such checkpoint:\n{output}"
-    if launcher is SPAWN:
+    if launcher is not TORCHRUN:
         assert "Traceback" not in output, output
 
 
@@ -218,23 +245,24 @@ def test_a_run_that_is_killed_twenty_times_equals_an_uninterrupted_one(images: P
     options = [*OPTIONS, "--data-dir", images]
     before, began = 0, time.monotonic()
     for count, (launcher, number, targets, when) in enumerate(kills, start=1):
-        run = Run(launcher, [*options, "--output-dir", output], f"{seed}-{count}")
+        given = [*options, "--output-dir", output]
+        run = Run(launcher, given, f"{seed}-{count}") if launcher else Forked(given)
         try:
             send_signals(run, output, number, targets, when, generator.random())
             code = run.wait()
         finally:
             run.kill_all()
         event = f"signal {number} to {targets}, {when}: exit code {code}"
-        name = "--nproc" if launcher is SPAWN else "torchrun"
+        name = {id(FORKED): "forked", id(SPAWN): "--nproc", id(TORCHRUN): "torchrun"}[id(launcher)]
         print(f"{time.monotonic() - began:6.1f} s  {count:>2}  {name:<8}  {event}, step {newest_step(output)}")
         check_end(code, launcher, number, targets, run.output(), newest_step(output))
         assert newest_step(output) >= before, "a checkpoint was lost"
         before = newest_step(output)
 
-    steps = [*options, "--max-steps", before + 7, "--output-dir"]
-    for launcher, folder in ((SPAWN, output), (TORCHRUN, tmp_path / "whole")):
-        run = Run(launcher, [*steps, folder], f"{seed}-{folder.name}")
-        assert run.wait(120) == 0, run.output()
-        print(f"{time.monotonic() - began:6.1f} s  {folder.name} ended at step {newest_step(folder)}")
+    end = [*options, "--max-steps", before + 7, "--output-dir"]
+    run = Run(SPAWN, [*end, output], f"{seed}-end")
+    assert run.wait(120) == 0, run.output()
+    train(2, *end, tmp_path / "whole")
+    print(f"{time.monotonic() - began:6.1f} s  both ended at step {newest_step(output)}")
     compare(output, tmp_path / "whole")
     assert not [path for path in output.rglob("*") if ".tmp" in path.name], "a temporary file is left"

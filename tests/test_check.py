@@ -35,13 +35,24 @@ def check(machine: Machine, rank: int, project: Path, *options: Any, **environ: 
     return machine.start("bash", project / "launch_node.sh", *options, **variables)
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that measures the network with up to 4 MiB."""
+    copy = copy_template(tmp_path_factory.mktemp("quick") / "project")
+    preflight = copy / "ddp/entrypoint/preflight.py"
+    before = preflight.read_text()
+    preflight.write_text(before.replace("MIN_MIB, MAX_MIB = 1, 256", "MIN_MIB, MAX_MIB = 1, 4"))
+    assert preflight.read_text() != before
+    return copy
+
+
 def said(node: Program) -> str:
     """What it has printed, but for whom it has waited."""
     return re.sub(r"^node \d: waiting .*\n", "", node.output(), flags=re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp_path: Path) -> None:
+def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(quick: Path, tmp_path: Path) -> None:
     """Also: GPUs, as the driver names them; other options and files are only named once all was shown."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
@@ -52,7 +63,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
     options = ["--check", "--", "--dataset", "synthetic", "--device", "cpu", "--output-dir", tmp_path / "out"]
     with machines(2) as two:
         path = {"PATH": f"{tool.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": shutil.which("python") or ""}
-        nodes = [check(two[0], 0, TEMPLATE, *options), check(two[1], 1, TEMPLATE, *options, **path)]
+        nodes = [check(two[0], 0, quick, *options), check(two[1], 1, quick, *options, **path)]
         assert [node.wait(90) for node in nodes] == [0, 0], [node.output() for node in nodes]
         shown, other = (said(node) for node in nodes)
     assert other == ""
@@ -70,7 +81,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(tmp
 
 
 @pytest.mark.slow
-def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(tmp_path: Path) -> None:
+def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(quick: Path, tmp_path: Path) -> None:
     """Three processes: not all data can be shared out evenly among them."""
     status = tmp_path / "out" / "status.json"
     status.parent.mkdir()
@@ -79,7 +90,7 @@ def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(
     status.write_text(json.dumps({"state": "running", "pid": gone.pid, "host": platform.node(), "step": 7}))
     before = status.read_bytes()
     options = ["--nproc-per-node", 3, "--check", "--", "--device", "cpu", "--output-dir", tmp_path / "out"]
-    program = Program(["bash", TEMPLATE / "launch_node.sh", *options], {"PYTHONDONTWRITEBYTECODE": "1"})
+    program = Program(["bash", quick / "launch_node.sh", *options], {"PYTHONDONTWRITEBYTECODE": "1"})
     assert program.wait(120) == 0, program.output()
     assert len(re.findall("^0     ", program.output(), re.MULTILINE)) == 1
     assert "3 processes on cpu, gloo" in program.output() and program.output().count("  right  ") == 3

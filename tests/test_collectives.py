@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from template_copy import copy_template
+from template_copy import small_template
 
 from config import Config
 from ddp.core.files import PROJECT_DIR
@@ -221,7 +222,7 @@ def test_tensors_of_another_size_on_one_of_three_ranks(edited: Callable[..., Edi
 @pytest.mark.parametrize("detail", [True, False])
 def test_torch_names_the_shapes_as_advised(template: Path, tmp_path: Path, detail: bool) -> None:
     shapes = f"                torch.distributed.all_reduce(torch.zeros(5 + ctx.rank))\n{ADVANCE}"
-    main = Edited(template, copy_template(tmp_path / "copy"), ADVANCE, shapes)
+    main = Edited(template, shutil.copytree(small_template(), tmp_path / "copy"), ADVANCE, shapes)
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if detail else "OFF"}
     command = [sys.executable, main.path, "--nproc", 2, "--dataset", "synthetic", "--batch-size", 16, "--timeout", 60]
     command = [str(part) for part in (*command, "--max-steps", 4, "--output-dir", tmp_path / "out")]

@@ -27,6 +27,7 @@ from cookiecutter.main import cookiecutter
 from packaging.licenses import canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from project_runs import python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -395,9 +396,8 @@ def test_a_project_without_launch_scripts_passes_its_own_tests(
 ) -> None:
     """Those that depend on the files: it has the fewest."""
     project = render(source, tmp_path, launchers="launch_node.sh only")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py"]
-    done = run(*command, timeout=400, cwd=project, env=environment)
-    assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout
+    tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_project.py", **environment)
+    assert re.search(r"^\d+ passed in ", tested, re.MULTILINE), tested
 
 
 def test_a_launch_folder_with_files_of_the_owner_stays(source: Path, tmp_path: Path) -> None:
@@ -542,9 +542,9 @@ def test_two_projects_in_one_environment_import_their_own_modules(
         printed = run(python, project / "main.py", "--help", cwd=other, env=environment).stdout.splitlines()
         own = {f"{project / name}" for name in ("model.py", "data.py", "config.py", "ddp/__init__.py")}
         assert {line for line in printed if line.endswith(".py")} == own
-        for folder in (elsewhere, project):
-            pytest_run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", project / "tests" / "test_origin.py"]
-            assert f"{len(MODULES)} passed" in run(*pytest_run, cwd=folder, env=environment).stdout
+        pytest_run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", project / "tests" / "test_origin.py"]
+        folder = elsewhere if project == projects[0] else project
+        assert f"{len(MODULES)} passed" in run(*pytest_run, cwd=folder, env=environment).stdout
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from template_copy import copy_template
+from template_copy import copy_template, shrink
 
 from faults import fault
 
@@ -40,7 +40,7 @@ OPTIONS = ["--dataset", "synthetic", "--device", "cpu", "--epochs", "1", "--warm
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project whose loss function prints in the second step, and may crash in the fifth."""
-    copy = copy_template(tmp_path / "my project")
+    copy = shrink(copy_template(tmp_path / "my project"), train=1_280, val=64, test=64)
     with (copy / "model.py").open("a") as model:
         model.write(PRINTS)
     return copy

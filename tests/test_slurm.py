@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from outputs import lines, weights_and_momentum
-from template_copy import TEMPLATE, copy_template
+from template_copy import TEMPLATE, copy_template, shrink
 
 from faults import fault
 from slurm import Job, Slurm, slurm
@@ -86,7 +86,7 @@ def submit(cluster: Slurm, stub: Path, limited: Job) -> Iterator[Submit]:
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
     """The real project; whatever of it a failed test has left running is killed."""
-    copy = copy_template(tmp_path / "my project")
+    copy = shrink(copy_template(tmp_path / "my project"), train=6_400, val=64, test=64)
     yield copy
     for pid in running(tmp_path):
         with suppress(ProcessLookupError):
@@ -320,7 +320,7 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
 @fault(9)
 @pytest.mark.slow
 def test_a_job_that_comes_back_to_an_empty_disk_does_not_train_from_the_start(cluster: Slurm, project: Path) -> None:
-    job = cluster.submit(project, SCRIPT, "--", *TRAIN, "--output-dir", "disk", OMP_NUM_THREADS="1")
+    job = cluster.submit(project, "--nodes=1", SCRIPT, "--", *TRAIN, "--output-dir", "disk", OMP_NUM_THREADS="1")
     job.says("step    10/", timeout=120)
     job.cancel("--batch", "--signal=USR1")
     job.comes_back()

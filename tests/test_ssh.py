@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from template_copy import TEMPLATE, copy_template
+from template_copy import TEMPLATE, copy_template, shrink
 
 from machines import Program, machines
 from sshd import Network, reachable
@@ -55,7 +55,7 @@ def net(both: Network) -> Iterator[Network]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The project, at a path that needs quoting."""
-    return copy_template(tmp_path / 'one\'s "own" project')
+    return shrink(copy_template(tmp_path / 'one\'s "own" project'), train=6_400, val=64, test=64)
 
 
 def stub(project: Path, do: str, **environ: str) -> None:
