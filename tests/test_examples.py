@@ -149,8 +149,8 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     output = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
     shrink(project, train=400, val=30)
-    train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 2])
-    assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.1, "0.04 is background everywhere"
+    train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 3])
+    assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.15, "0.04 is background everywhere"
 
 
 def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
