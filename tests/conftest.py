@@ -1,10 +1,9 @@
-"""The template folder is a project that runs in place: these tests import its modules from there."""
+"""The template folder is a project that runs in place: these tests import its modules, by `pythonpath` of pytest."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from faults import FAULTS, IN_PROJECT, NOT_SHOWN
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = REPOSITORY / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "tests")]
 
 # In a shell inside a cluster allocation, the launcher's variables would set the ranks of every test's processes.
 for name in list(os.environ):
