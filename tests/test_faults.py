@@ -33,7 +33,9 @@ import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.manager import CheckpointManager
-from ddp.core.errors import SetupError, UsageError
+from ddp.core.errors import SetupError, UsageError, one_line
+from ddp.core.files import correct_status, write_status
+from ddp.core.process_exit import ProcessExit
 from ddp.core.signals import LAUNCHER_GONE, stop_signal
 from ddp.distributed import failure_monitor, process_group, rank_reports
 from ddp.distributed.process_group import DistContext
@@ -958,6 +960,40 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_not_a_divergence(
     content = checkpoint.read(max((tmp_path / "checkpoints").glob("step_*.pt")))
     assert content["scaler"]["scale"] < 2.0**40, "no step was skipped"
     assert "done" in output and "error" not in output
+
+
+# ---- what is told, and to whom --------------------------------------------------------------------------------------
+
+
+def test_an_error_is_one_line_whatever_its_text() -> None:
+    assert one_line(ValueError("first\n   second  \n")) == "first second"
+    assert one_line(ValueError()) == "ValueError"
+    worker = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback:\n  a line\nValueError: {}\n"
+    assert one_line(ValueError(worker.format("bad image"))) == "bad image"
+
+
+def test_only_the_status_of_a_process_that_is_gone_is_corrected(tmp_path: Path) -> None:
+    """launch_node.sh calls it for the ranks that it had; a rank of another run may have written since."""
+    write_status(tmp_path, state="running", pid=7)
+    correct_status(tmp_path, [8], 9, "killed")
+    assert status(tmp_path)["state"] == "running"
+    correct_status(tmp_path, [7, 8], 9, "killed")
+    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["exit_code"] == 9
+    correct_status(tmp_path, [7, 8], 75, "stopped")
+    assert status(tmp_path)["message"] == "killed", "it is no longer running"
+    write_status(tmp_path, state="running", pid=7, host="another")
+    correct_status(tmp_path, [7], 9, "killed")
+    assert status(tmp_path)["state"] == "running", "pids are those of one machine"
+
+
+def test_the_launcher_is_told_the_step_of_each_saved_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for step in (20, 40):
+        ProcessExit().record_saved(step)
+        assert (tmp_path / "saved").read_text() == str(step)
 
 
 # ---- wrong starts ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -31,6 +32,7 @@ import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.storage import CheckpointDirectory
+from ddp.core.files import write_status
 from ddp.training.output_dir import OutputDir
 from faults import fault
 from model import build_model as build_toy
@@ -192,7 +194,7 @@ def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(trained: Pat
     options = [*SYNTHETIC, "--max-steps", 7, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     expected = weights_and_momentum(checkpoints(tmp_path / "whole")[-1])
-    for place, value in flips(checkpoints(trained)[-1].stat().st_size, 20):
+    for place, value in flips(checkpoints(trained)[-1].stat().st_size, 12):
         output = Path(shutil.copytree(trained, tmp_path / "run"))
         newest = checkpoints(output)[-1]
         with flipped(newest, place, value):
@@ -408,6 +410,19 @@ def test_a_run_does_not_start_on_a_full_disk(small: None, disk: Path) -> None:
         f"cannot write to the output directory {disk / 'run'}: No space left on device; choose another --output-dir"
         in the_error(ranks)
     )
+
+
+@pytest.mark.slow
+@fault(7)
+def test_a_full_disk_keeps_the_status_of_a_run_and_takes_its_end(disk: Path) -> None:
+    """The end overwrites the file in place, because there is no space for another one."""
+    write_status(disk, state="running", note="a long one " * 9)
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_status(disk, state="running", saved=8)
+    assert status(disk)["note"], "a run that goes on leaves it intact"
+    write_status(disk, state="failed", exit_code=5)
+    assert status(disk) == {"pid": os.getpid(), "host": platform.node(), "state": "failed", "exit_code": 5}
 
 
 # ---- a directory that is not writable -------------------------------------------------------------------------------
