@@ -240,6 +240,25 @@ def test_resume_path_starts_a_new_directory_and_the_command_can_be_repeated(smal
     assert "did not start from it" in refused
 
 
+def test_a_rank_whose_memory_changes_what_it_loads_is_refused(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one bit: otherwise the ranks would train different weights from then on."""
+    broadcast = DistContext.broadcast
+
+    def damaged(ctx: DistContext, tensor: torch.Tensor) -> torch.Tensor:
+        broadcast(ctx, tensor)
+        if ctx.rank == 1 and tensor.dim() > 1:
+            tensor.flatten().view(torch.uint8)[0] ^= 1
+        return tensor
+
+    options = ["--dataset", "synthetic", "--output-dir", tmp_path / "run", "--max-steps"]
+    train(2, *options, 2)
+    monkeypatch.setattr(DistContext, "broadcast", damaged)
+    refused = train(2, *options, 4, code=4)
+    assert refused == "error: rank 1 loaded another state than rank 0: check the memory of its host\n"
+
+
 def test_resume_must_refuses_to_start_a_new_run(small: None, tmp_path: Path) -> None:
     """As a job does that is started again, on a machine with an empty disk."""
     options = ["--dataset", "synthetic", "--output-dir", tmp_path / "run", "--max-steps"]

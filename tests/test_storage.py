@@ -187,6 +187,15 @@ def test_each_of_a_thousand_flipped_bytes_is_detected(trained: Path, tmp_path: P
     assert (detected, len(places)) == (1000, 1000)
 
 
+def test_the_newest_checkpoint_has_the_highest_step_with_more_than_eight_digits_as_well(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(Config(output_dir=str(tmp_path)))
+    directory.path.mkdir()
+    names = ["step_100000000.pt", "step_99999999.pt", "step_00000008.pt"]
+    for name in (*names, "step_9.pt", "step_100000001.pt.link.tmp"):
+        (directory.path / name).touch()
+    assert [path.name for path in directory.paths()] == names
+
+
 @pytest.mark.slow
 @fault(3, 4)
 def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(trained: Path, small: None, tmp_path: Path) -> None:
