@@ -35,7 +35,7 @@ from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.core.errors import SetupError, UsageError, one_line
 from ddp.core.files import correct_status, write_status
-from ddp.core.process_exit import ProcessExit
+from ddp.core.process_exit import ProcessExit, process_exit
 from ddp.core.signals import LAUNCHER_GONE, stop_signal
 from ddp.distributed import failure_monitor, process_group, rank_reports
 from ddp.distributed.process_group import DistContext
@@ -463,6 +463,28 @@ def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu() -> None:
 
 
 # ---- ranks that are lost, exit early, hang or fail ------------------------------------------------------------------
+
+
+@fault(1)
+def test_ranks_that_are_signalled_when_another_is_killed_do_not_wait_long_for_its_answer(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mpirun does, which kills them 2 s later: a minute, which a rank would have otherwise, is too long."""
+    monkeypatch.setattr(failure_monitor, "RESPONSE_TIMEOUT_S", 60.0)
+
+    def sleep(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            print("sleeping", flush=True)
+            time.sleep(3600)
+
+    ranks = start_faulty(3, sleep, "--output-dir", tmp_path)
+    wait_for_text(ranks, "sleeping")
+    time.sleep(0.5)  # the others wait for it
+    for rank in (0, 2):
+        os.kill(ranks.pids[rank], signal.SIGTERM)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    assert ranks.wait(30) == [8, -9, 8], ranks.output()
+    assert len(errors(ranks.output())) == 1 and "rank 1 was lost" in ranks.output()
 
 
 @fault(1)
@@ -986,6 +1008,20 @@ def test_only_the_status_of_a_process_that_is_gone_is_corrected(tmp_path: Path) 
     assert status(tmp_path)["state"] == "running", "pids are those of one machine"
 
 
+def test_every_rank_learns_the_step_of_the_last_checkpoint_before_it_has_to_report_it() -> None:
+    """Once rank 0 is gone, nobody could tell it."""
+
+    def learned(ctx: DistContext) -> int | None:
+        if ctx.rank == 0:
+            ctx.monitor.share_saved(7)
+        end = time.monotonic() + 10
+        while process_exit.saved_step != 7 and time.monotonic() < end:
+            time.sleep(0.02)
+        return process_exit.saved_step
+
+    assert on_ranks(2, learned) == [7, 7]
+
+
 def test_the_launcher_is_told_the_step_of_each_saved_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1013,6 +1049,7 @@ def test_the_metrics_of_a_batchnorm_model_are_those_of_the_saved_model(
 ) -> None:
     """101 test samples on 2 ranks. Each has seen other training batches, so their running statistics differ."""
     monkeypatch.setattr(main.task, "build_model", build_awkward)
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 7 * 32 * 32)  # in one chunk, all would be evaluated on rank 0
     options = ["--dataset", "synthetic", "--batch-size", 7, "--output-dir", tmp_path]
     trained = train(2, *options, "--max-steps", 20)
     evaluated = train(1, *options, "--evaluate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -32,13 +33,18 @@ from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
-from ddp.core.files import hash_source_files
+from ddp.core.files import hash_source_files, write_status
 from ddp.core.signals import LAUNCHER_GONE, SignalHandler, StopSignal, is_alive, stop_error, stop_signal
+from ddp.distributed import process_group
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, identify_gpus
 from ddp.entrypoint.run_main import SpawnedRanks, run_as_rank
+from ddp.launcher import launch_node
+from ddp.launcher.launch_node import LaunchOptions, NodeAgent
+from ddp.launcher.node_info import NodeInfo
+from ddp.launcher.rendezvous import Endpoint
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 from faults import fault
 from processes import Ranks, on_ranks, train
@@ -757,6 +763,48 @@ def test_what_follows_from_the_end_of_a_worker_group(
     group.folder, group.nproc, group.stop_requested, group.quit_signal = tmp_path, 2, requested, None
     group.torchrun = SimpleNamespace(returncode=code)  # type: ignore[assignment]
     assert group.result() == expected
+
+
+def test_the_processes_of_a_machine_share_its_cores_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "available_cores", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # torch has read it when it was imported
+    assert on_ranks(2, lambda ctx: torch.get_num_threads()) == [torch.get_num_threads()] * 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert on_ranks(2, lambda ctx: torch.get_num_threads()) == [3, 3]
+
+
+@fault(10)
+def test_a_worker_group_kills_what_has_no_pid_file_as_well(tmp_path: Path) -> None:
+    """A worker that has just started, or a process of a DataLoader; but no process of another group."""
+
+    def start_sleep(folder: Path) -> subprocess.Popen[bytes]:
+        variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": f"{folder}/run/attempt_0/0/error.json"}
+        return subprocess.Popen(["sleep", "600"], env=variables, start_new_session=True)
+
+    other, torchrun, worker = (start_sleep(tmp_path / name) for name in ("other", "ours", "ours"))
+    group = WorkerGroup.__new__(WorkerGroup)
+    group.folder, group.nproc, group.torchrun, group.idle_since = tmp_path / "ours", 1, torchrun, math.inf
+    group.kill()
+    assert [torchrun.wait(10), worker.wait(10), other.poll()] == [-9, -9, None]
+    other.kill()
+    other.wait()
+
+
+def test_a_node_waits_longer_for_others_that_notice_late_that_a_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a restart, and if this node was restarted itself: --timeout, and a minute."""
+    endpoints: list[Endpoint] = []
+    monkeypatch.setattr(launch_node, "join_nodes", lambda info, endpoint: endpoints.append(endpoint))
+    agent = NodeAgent.__new__(NodeAgent)
+    SignalHandler.__init__(agent)
+    agent.options = LaunchOptions(nnodes=2, master_addr="gpu1", start_grace=30)
+    agent.config = Config.parse(["--timeout", "100", "--output-dir", str(tmp_path)])
+    agent.info, agent.shows_no_progress = NodeInfo(0, "gpu1", {}, {}), False
+    for state, pause in (("done", 0), ("running", 0), ("failed", 1)):
+        write_status(tmp_path, state=state)
+        agent._connect_nodes(pause)
+    assert [(each.grace, each.restart) for each in endpoints] == [(30, False), (160, False), (160, True)]
 
 
 @pytest.mark.slow

@@ -173,6 +173,19 @@ def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_
     assert first.result(10) is second.result(10) is None
 
 
+@fault(42)
+def test_a_line_without_an_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is its connection kept until its time is over."""
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 60.0)
+    endpoint = free_endpoint()
+    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    with connect(endpoint) as stranger, pytest.raises(ConnectionError):
+        for _ in range(20 * MAX_INFO_BYTES // 2**16):  # more than the buffers of the kernel hold
+            stranger.sendall(b"x" * 2**16)
+    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == [None] * 3
+
+
 @fault(27)
 @pytest.mark.parametrize(
     "facts, shown",
