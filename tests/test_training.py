@@ -33,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import ddp.training.run
 import ddp.training.run_log
+import images
 import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
@@ -190,6 +191,7 @@ def test_evaluation_counts_each_sample_once_for_any_number_of_processes(monkeypa
 
         return on_rank
 
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 16 * 32 * 32)  # in one chunk, all would be evaluated on rank 0
     for n in (1, 7, 100, 101):
         monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64, "val": n})
         results = [result for world_size in (1, 2, 3) for result in on_ranks(world_size, evaluated(n))]
