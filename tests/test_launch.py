@@ -104,17 +104,42 @@ LAUNCHERS = {
 }
 
 
+def require(program: str) -> None:
+    if shutil.which(program) is None:
+        assert not os.environ.get("CI"), f"{program} must be installed in CI"
+        pytest.skip(f"{program} is not installed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_same_two_ranks(launcher: str, expected: str, tmp_path: Path) -> None:
     command = [*LAUNCHERS[launcher], *RUN, tmp_path]
-    if shutil.which(str(command[0])) is None:
-        assert not os.environ.get("CI"), f"{command[0]} must be installed in CI"
-        pytest.skip(f"{command[0]} is not installed")
+    require(str(command[0]))
     done = run(command, MASTER_PORT=str(free_port())) if launcher == "mpirun" else run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes (" in done.stdout
     assert weights(tmp_path) == expected
+
+
+@pytest.mark.slow
+@fault(1)
+def test_mpirun_leaves_enough_time_to_record_that_a_process_was_lost(tmp_path: Path) -> None:
+    """It signals the other ranks at once, and kills them 2 s later."""
+    require("mpirun")
+    options = ["--dataset", "synthetic", "--epochs", 500, "--checkpoint-every", 20, "--output-dir", tmp_path / "run"]
+    command = [str(part) for part in (*LAUNCHERS["mpirun"], *options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    with (tmp_path / "log").open("w") as log:
+        launcher = psutil.Popen(command, env=environment, stdout=log, stderr=log)
+    end = time.monotonic() + 120
+    while not list(tmp_path.glob("run/checkpoints/step_*.pt")):
+        assert time.monotonic() < end and launcher.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    (victim,) = [each for each in launcher.children() if each.environ().get("OMPI_COMM_WORLD_RANK") == "1"]
+    victim.kill()
+    assert launcher.wait(60) != 0
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 8) and "rank 1 was lost" in status["message"]
 
 
 @pytest.mark.slow

@@ -342,6 +342,7 @@ def test_srun_alone_gives_each_process_its_place_and_the_address_of_the_first_no
         program = cluster.srun(project, f"--nodes={nodes}", "--ntasks=2", PYTHON, "-c", print_it)
         assert program.wait() == 0, program.output()
         lines = [line for line in program.output().splitlines() if not line.startswith("srun: ")]  # it may have waited
+        assert len(lines) == 2, program.output()
         first, second = (line.split() for line in sorted(lines))
         assert first[:3] == ["0", "2", "0"] and second[:3] == ["1", "2", local_rank]
         assert first[3] == second[3] and first[3].startswith(f"tcp://{host}:") and first[4] == "srun"
