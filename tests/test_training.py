@@ -618,7 +618,7 @@ def test_the_train_loader_computes_the_global_batch(small: None) -> None:
     def sizes(ctx: DistContext) -> tuple[int, int]:
         config = Config.parse(["--dataset", "synthetic", "--batch-size", "8", "--grad-accum-steps", "3"])
         loader = TrainLoader(data.load_datasets(config).train, config, ctx)
-        return loader.global_batch, loader.steps_per_epoch
+        return loader.global_batch, loader.steps_left(0)
 
     assert on_ranks(2, sizes) == [(48, 13)] * 2
 

@@ -18,7 +18,7 @@ from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
 from ddp.training.run import check_fit, open_run, prepare
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, wrap_model
+from ddp.training.wrapping import LossMean, ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
 
 
 @dataclass
@@ -43,18 +43,17 @@ def main(config: Config, rank_env: RankEnv) -> None:
     check_fit(config, model, datasets.train)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model) as run:
-        train_loader = TrainLoader(datasets.train, config, ctx)
+        train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 
-        init_weights(model, config, ctx)  # --init-from, unless the run resumes
+        init_weights(model, config, ctx, lambda: task.build_model(config, datasets.train))  # --init-from, in a new run
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         ddp_model = wrap_model(model, config, ctx)  # the same weights: train ddp_model; evaluate and save model
         watch_first_outputs(train_loader, ddp_model)  # they must match the classes
         optimizer = task.build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
-        scaler = torch.amp.GradScaler(ctx.device.type, enabled=config.precision == "fp16")
-        training = Training(model, optimizer, schedule, scaler, Meter(ctx, task.compute_metrics), ema)
+        training = Training(model, optimizer, schedule, grad_scaler(config, ctx), Meter(ctx, task.compute_metrics), ema)
         run.resume(train_loader, training)
         run.log_summary(model, val_loader, test_loader)
         evaluated_model = model if ema is None else ema.module
@@ -62,27 +61,28 @@ def main(config: Config, rank_env: RankEnv) -> None:
         while not run.finished():  # --epochs, --max-steps or --patience; at once with --evaluate
             ddp_model.train()
             for batches in run.steps():  # seeds the step, and sets the learning rate
-                compute_gradients(ddp_model, training, batches, config, ctx)
-                with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
-                    apply_gradients(training, config)
+                if compute_gradients(ddp_model, training, batches, config, ctx):
+                    with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
+                        apply_gradients(training, config)
                 run.advance()  # counts the step; logs and saves when due
-                # To stop for a reason of your own: run.request_stop("reason"). All ranks save, and exit with 75.
-                if run.should_stop():  # the same answer on all ranks
+                if run.should_stop():  # the same answer on all ranks; run.request_stop("reason") asks for it
                     run.stop()
             run.end_epoch(evaluate(evaluated_model, val_loader, config, ctx), val_loader)
         for loader in run.last_evaluations(val_loader, test_loader):  # the test set, by the weights of best.pt
             run.log_eval(evaluate(evaluated_model, loader, config, ctx), loader)
 
 
-def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: Config, ctx: DistContext) -> None:
-    """Forward and backward, --grad-accum-steps times. The last pass averages the gradients over the ranks."""
+def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: Config, ctx: DistContext) -> bool:
+    """Forward and backward, --grad-accum-steps times. The last pass averages over the ranks. False: no gradients."""
+    mean = LossMean(task, config, ctx)  # over passes and ranks; model.py may define loss_terms
     for number, (inputs, targets) in enumerate(batches, start=1):
         with accumulate(ddp_model, last=number == config.grad_accum_steps):
             with autocast(config, ctx):
                 outputs = task.forward(ddp_model, inputs, targets)
                 loss = task.compute_loss(outputs, targets, config)
-            backward(loss, training.scaler, config.grad_accum_steps)
+            backward(mean.weigh(loss, outputs, targets), training.scaler, config.grad_accum_steps)
         training.meter.add(task.batch_totals(loss, outputs, targets))
+    return mean.finish(training.model)
 
 
 def apply_gradients(training: Training, config: Config) -> None:

@@ -4,6 +4,7 @@ Only Training, how it is built, and the step differ from the main.py that comes 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,13 @@ def main(config: Config, rank_env: RankEnv) -> None:
     check_fit(config, model, datasets.train)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model) as run:
-        train_loader = TrainLoader(datasets.train, config, ctx)
+        train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 
         networks = {"generator": model.generator, "discriminator": model.discriminator}
         for name, network in networks.items():
-            init_weights(network, config, ctx, name)  # --init-from, unless the run resumes
+            build = partial(lambda name: getattr(task.build_model(config, datasets.train), name), name)
+            init_weights(network, config, ctx, build, name)  # --init-from, in a new run
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         # The same weights: train ddp_model; evaluate and save model.

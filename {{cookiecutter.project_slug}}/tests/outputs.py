@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.checkpoint.state import digest
 
-SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
-
-
-def newest(output_dir: Path) -> Path:
-    """The newest checkpoint."""
-    return max((output_dir / "checkpoints").glob("step_*.pt"))
+__all__ = ["assert_same_run", "checkpoints", "free_port", "lines", "newest", "status", "weights_and_momentum"]
 
 
 def checkpoints(output_dir: Path) -> list[str]:
@@ -34,23 +30,14 @@ def weights_and_momentum(path: Path) -> str:
 
 def lines(output_dir: Path, split: str | None = None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; with `split` (train, train_epoch, val or test), only those of that split."""
-    every = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in every if split in (None, line["split"])]
+    return [line for line in metrics_lines(output_dir) if split in (None, line["split"])]
 
 
 def assert_same_run(whole: Path, other: Path) -> None:
     """Both runs have ended with the same checkpoint and the same metrics, bit for bit."""
-    contents = [checkpoint.read(newest(output_dir)) for output_dir in (whole, other)]
-    for content in contents:
-        del content["path"], content["config"]["output_dir"]
-    first, second = contents
-    assert first.keys() == second.keys()
-    assert [name for name in first if digest(first[name]) != digest(second[name])] == []
-    logged = [
-        [{name: value for name, value in line.items() if name not in SPEEDS} for line in lines(output_dir)]
-        for output_dir in (whole, other)
-    ]
-    assert logged[0] == logged[1]
+    assert differences(whole, other) == []
+    options = [checkpoint.read(newest(output_dir))["config"] for output_dir in (whole, other)]
+    assert [{**each, "output_dir": ""} for each in options] == [{**options[0], "output_dir": ""}] * 2
 
 
 def free_port() -> int:

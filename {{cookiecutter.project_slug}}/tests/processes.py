@@ -131,6 +131,12 @@ def train(world_size: int, *options: Any, code: int = 0, after_step: Callable[[R
     return ranks.output()
 
 
+def fork(function: Callable[[Any, RankEnv], None], config: Config, world_size: int) -> int:
+    """Run a main function on `world_size` ranks. Returns its exit code; 8 if a rank was killed, as --nproc does."""
+    codes = Ranks(world_size, lambda rank_env: run_as_rank(function, config, rank_env)).wait()
+    return next((code for code in codes if code > 0), 8 if any(codes) else 0)
+
+
 def on_ranks(world_size: int, function: Callable[[DistContext], Any], *options: Any) -> list[Any]:
     """What `function(ctx)` returns on each rank of a process group."""
 

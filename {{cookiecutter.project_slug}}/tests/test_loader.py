@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.data.loader import EvalLoader, ResumableSampler, TrainLoader
+from ddp.data.loader import EvalLoader, ResumableSampler, Shuffled, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 
@@ -48,10 +48,10 @@ def sampled(samples: int, ranks: int, global_batch: int, epoch: int, samples_con
     """Which samples each rank gets after the first `samples_consumed` ones."""
     found = []
     for rank in range(ranks):
-        sampler = ResumableSampler(Numbers(samples), rank, ranks, global_batch, seed)
+        sampler = ResumableSampler(Numbers(samples), rank, ranks, global_batch, Shuffled(samples, seed))
         sampler.start_at(epoch, samples_consumed)
         found.append(list(sampler))
-        assert len(sampler) == len(found[-1]) == sampler.steps_left(samples_consumed) * global_batch // ranks
+        assert len(sampler) == len(found[-1]) == sampler.steps_left(epoch, samples_consumed) * global_batch // ranks
     return found
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from ddp.core.options import flag_of
 from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
+from ddp.distributed.seeds import keep_random_state, seed_everything
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
@@ -88,15 +89,23 @@ def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, A
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def init_weights(model: torch.nn.Module, config: RunConfig, ctx: DistContext, name: str = "model") -> None:
-    """Load the weights of --init-from into `model`, unless the run resumes. `name`: as passed to run.resume.
+def init_weights(
+    model: torch.nn.Module,
+    config: RunConfig,
+    ctx: DistContext,
+    build: Callable[[], torch.nn.Module],
+    name: str = "model",
+) -> None:
+    """Load the weights of --init-from into `model`, unless the run resumes.
 
-    Call on every rank, before the model is moved or wrapped. Raises CheckpointError, UsageError or SetupError.
+    build: makes another model like this one. name: the field of Training. Call on every rank, before the model is moved
+    or wrapped. Raises CheckpointError, UsageError or SetupError.
     """
     # Rank 0's option counts: the others may have another path.
     source = ctx.on_main(lambda: None if CheckpointDirectory(config).paths() else config.init_from)
     if source is not None:
-        load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
+        missing = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
+        _refuse_random_constants(model, missing, build, config)
 
 
 def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
@@ -131,8 +140,11 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     return weights
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load what fits, and log what does not. Raises CheckpointError if nothing fits."""
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:
+    """Load what fits, log what does not, and return the names that the model has in addition.
+
+    Raises CheckpointError if nothing fits.
+    """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     common = [name for name in own if name in weights]
     fitting = {name: weights[name] for name in common if weights[name].shape == own[name].shape}
@@ -154,6 +166,22 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
             log.info(f"  {title}: {first_few(names)}")
     if len(fitting) < len(own) / 2:
         log.warning(f"warning: most weights of this model are not from {source}: is that another model?")
+    return [name for name in own if name not in fitting]
+
+
+def _refuse_random_constants(model: torch.nn.Module, missing: list[str], build: Callable, config: RunConfig) -> None:
+    """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad and name in missing}
+    if not frozen:
+        return
+    with keep_random_state():
+        seed_everything(config.seed + 1)
+        other = dict(build().named_parameters())
+    random = [name for name, weight in frozen.items() if not torch.equal(weight, other[name])]
+    if random:
+        remedy = "load it in build_model, train it, or take another file"
+        weights = f"{first_few(random)}: frozen, and not in the file, so random"
+        raise CheckpointError(f"--init-from {config.init_from}: {weights}: {remedy}")
 
 
 def _of_torchvision(model: str) -> dict[str, Tensor]:

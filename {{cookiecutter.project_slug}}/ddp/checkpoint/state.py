@@ -2,15 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from ddp.distributed.tensors import Copy, CpuStreams, Mark, leaves, map_tensors
+from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_tensors
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
@@ -49,7 +48,7 @@ def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
 
     Raises TypeError if torch.load(weights_only=True) would refuse it.
     """
-    for keys, part in _named_leaves(state):
+    for keys, part in named_leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
             name = "state" + "".join(f"[{key!r}]" for key in keys)
             raise TypeError(f"{name} is of {type(part)}, which no checkpoint can hold: use a tensor or a plain number")
@@ -68,7 +67,7 @@ def find_non_finite(state: Any) -> list[str]:
     """The names of the tensors in `state` with a value that is not finite."""
     return [
         ".".join(map(str, keys))
-        for keys, part in _named_leaves(state)
+        for keys, part in named_leaves(state)
         if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all()
     ]
 
@@ -76,7 +75,7 @@ def find_non_finite(state: Any) -> list[str]:
 def digest(state: Any) -> str:
     """SHA-256 of everything in `state`, tensors by their bytes."""
     result = hashlib.sha256()
-    for keys, part in _named_leaves(state):
+    for keys, part in named_leaves(state):
         if isinstance(part, torch.Tensor):
             result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
             result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -85,52 +84,10 @@ def digest(state: Any) -> str:
     return result.hexdigest()
 
 
-def _named_leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def named_leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Everything in `state` that is not a container, with the keys that lead to it."""
     if isinstance(state, dict | list | tuple):
         for key, part in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _named_leaves(part, (*keys, key))
+            yield from named_leaves(part, (*keys, key))
     else:
         yield keys, state
-
-
-class UnsavedState:
-    """Finds objects whose state changes during the training, and which no checkpoint holds.
-
-    variables: where to look, such as the local variables of main. saved: the parts that checkpoints hold.
-    """
-
-    def __init__(self, variables: Mapping[str, Any], saved: Collection[Any]) -> None:
-        held = {identity for part in saved for identity in _held_by(part)}
-        ours = {pointer for part in saved for pointer in _pointers(part)}
-        self.found = {
-            name: (value, _sample(value))
-            for name, value in variables.items()
-            if not isinstance(value, type) and id(value) not in held
-            if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-            if ours.isdisjoint(_pointers(value))  # not a wrapper of the model
-        }
-
-    def changed(self) -> list[str]:
-        """The names of those that have changed."""
-        return [name for name, (value, before) in self.found.items() if _sample(value) != before]
-
-
-def _held_by(part: Any, depth: int = 4) -> Iterator[int]:
-    """The identities of `part` and of what it holds: SequentialLR saves its schedulers, a Lookahead its optimizer."""
-    yield id(part)
-    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
-    if depth and not isinstance(part, torch.Tensor | torch.nn.Module):
-        for held in (*inner, *getattr(part, "__dict__", {}).values()):
-            if isinstance(part, Optimizer) or not isinstance(held, Optimizer):  # a scheduler does not save its own
-                yield from _held_by(held, depth - 1)
-
-
-def _pointers(part: Any) -> list[int]:
-    return [leaf.data_ptr() for leaf in leaves(part.state_dict()) if isinstance(leaf, torch.Tensor)]
-
-
-def _sample(part: Any) -> list[Any]:
-    """All plain values of an object's state, and the first numbers of each tensor."""
-    state = leaves(part.state_dict())
-    return [leaf.flatten()[:8].tolist() if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in state]

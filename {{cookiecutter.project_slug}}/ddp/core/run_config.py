@@ -34,6 +34,9 @@ class RunConfig:
     given = frozenset[str]()  # the names of those on the command line or in the file of --config
 
     batch_size: int = _data(64, "training samples per process and forward pass", min=1, may_change=True)
+    eval_batch_size: int | None = _data(
+        None, "samples per batch of an evaluation (default: --batch-size, or many in memory)", min=1, may_change=True
+    )
     workers: int | None = _data(
         None, "DataLoader workers per process (default: 0 for data in memory, else by cores)", min=0, per_process=True
     )

@@ -12,6 +12,7 @@ from ddp.distributed.tensors import leaves
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
+SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -20,11 +21,17 @@ class Datasets(NamedTuple):
 
     train: the training set. val: the validation set, evaluated after each epoch; it chooses best.pt, so without it
     there is none. test: the test set, evaluated once, at the end of the run, and by --evaluate.
+
+    sampler: which training samples each epoch reads; by default all of them, shuffled. An object with two methods:
+    indices(epoch, start, stop) -> list[int] or Tensor: the samples at those positions of the epoch's order, all ranks
+        together, as a function of these three numbers only.
+    length(epoch) -> int: how many positions the epoch has.
     """
 
     train: Any
     val: Any = None
     test: Any = None
+    sampler: Any = None
 
 
 class BatchDataset(Dataset):
@@ -95,7 +102,12 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         raise UsageError("--evaluate: there is neither a validation set nor a test set")
     if config.patience is not None and found.val is None and not config.evaluate:
         raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
-    for part, dataset in zip(("training", "validation", "test"), found, strict=True):
+    if found.sampler is not None and not (hasattr(found.sampler, "indices") and hasattr(found.sampler, "length")):
+        lacks = "lacks indices(epoch, start, stop) or length(epoch)"
+        raise UsageError(
+            f"the sampler that load_datasets returned ({type(found.sampler).__name__}) {lacks}: see docs/data.md"
+        )
+    for part, dataset in zip(("training", "validation", "test"), found[:3], strict=True):
         if dataset is None:
             continue
         if isinstance(dataset, IterableDataset) or not (
@@ -113,6 +125,15 @@ def _with_wrapped(dataset: Any) -> Iterator[Any]:
     yield dataset
     while isinstance(dataset := getattr(dataset, "dataset", None), Dataset):
         yield dataset
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call set_epoch(epoch) of a dataset that has it, and of those that it wraps or joins."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if isinstance(inner, Dataset):
+            set_epoch(inner, epoch)
 
 
 def data_name(dataset: Any) -> str:
@@ -133,6 +154,8 @@ def hooks_of(dataset: Any) -> BatchDataset:
     Raises UsageError if another class defines a hook: it would be ignored.
     """
     for each in _with_wrapped(dataset):
+        if ignored := [name for name in ("sampler", "batch_sampler") if hasattr(each, name)]:
+            raise UsageError(f"{type(each).__name__}.{ignored[0]} would be ignored: {SAMPLER_REMEDY}")
         if isinstance(each, BatchDataset):
             return each
         if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):

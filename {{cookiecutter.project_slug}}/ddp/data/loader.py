@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddp.core.errors import UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import BatchDataset, check_batch, check_outputs, data_name, hooks_of
+from ddp.data.dataset import (
+    SAMPLER_REMEDY,
+    BatchDataset,
+    check_batch,
+    check_outputs,
+    data_name,
+    hooks_of,
+    set_epoch,
+)
 from ddp.data.reader import SeededReader, hand_over, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
@@ -20,6 +28,7 @@ from ddp.distributed.stop_sync import StopRequested
 from ddp.distributed.tensors import leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
+BLOCK = 4096  # samples whose order is read together
 MAX_WORKERS = 8  # per process, unless --workers asks for more
 EVALUATION = -2  # takes the place of the epoch, and of the rank in seeds
 
@@ -59,34 +68,65 @@ class _Loader:
             yield self.hooks.prepare(chunk)  # prepare
 
 
+class Shuffled:
+    """The order without a sampler of yours: all samples, shuffled by (seed, epoch)."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples, self.seed = samples, seed
+        self.epoch, self.order = -1, torch.empty(0)  # of the last epoch that was asked for
+
+    def length(self, epoch: int) -> int:
+        return self.samples
+
+    def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.epoch, self.order = epoch, torch.randperm(self.samples, generator=generator)
+        return self.order[start:stop]
+
+
 class ResumableSampler(DistributedSampler):
     """torch's DistributedSampler that can start an epoch after any number of samples, counted over all ranks.
 
-    The order of an epoch is one permutation of (seed, epoch), and rank r of w takes every w-th entry. So after any
-    number of steps the entries used are the first `samples_consumed` ones, whatever w is. Samples at the end of the
-    epoch that do not fill a global batch are dropped.
+    order: a sampler as ddp.data.dataset.Datasets describes it. Rank r of w takes every w-th entry of an epoch's order.
+    So after any number of steps the entries used are the first `samples_consumed` ones, whatever w is. Samples at the
+    end of the epoch that do not fill a global batch are dropped.
     """
 
-    def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, seed: int) -> None:
-        super().__init__(dataset, world_size, rank, seed=seed)
-        self.length, self.global_batch, self.samples_consumed = len(dataset), global_batch, 0  # type: ignore[arg-type]
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, order: Any) -> None:
+        super().__init__(dataset, world_size, rank)
+        self.order, self.global_batch, self.samples_consumed = order, global_batch, 0
+        self.length = cache(order.length)  # of an epoch; asked for in each step
 
-    def steps_left(self, samples_consumed: int) -> int:
+    def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
         """Optimizer steps until the end of the epoch."""
-        return (self.length - samples_consumed) // self.global_batch
+        return max(0, self.length(epoch) - samples_consumed) // self.global_batch
 
     def start_at(self, epoch: int, samples_consumed: int) -> None:
-        """Let the next iteration return this rank's part of order[samples_consumed:]."""
+        """Let the next iteration return this rank's part of the order from `samples_consumed` on."""
         self.set_epoch(epoch)
         self.samples_consumed = samples_consumed
 
+    def read(self, start: int, stop: int) -> list[int]:
+        """The entries `start` to `stop` of this epoch's order, for all ranks. Raises UsageError for a wrong sampler."""
+        order = self.order.indices(self.epoch, start, stop)
+        found = order.tolist() if isinstance(order, torch.Tensor) else [int(index) for index in order]
+        samples, name = len(self.dataset), type(self.order).__name__  # type: ignore[arg-type]
+        if len(found) != stop - start:
+            returned = f"returned {plural(len(found), 'index', 'es')} for the positions {start:,} to {stop:,}"
+            raise UsageError(f"sampler {name} {returned}: return one for each, and let length(epoch) count them")
+        if wrong := [index for index in (min(found), max(found)) if not 0 <= index < samples]:
+            raise UsageError(f"sampler {name} returned the index {wrong[0]:,}, but there are {samples:,} samples")
+        return found
+
     def __len__(self) -> int:
-        return self.steps_left(self.samples_consumed) * self.global_batch // self.num_replicas
+        return self.steps_left(self.epoch, self.samples_consumed) * self.global_batch // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        rest = order[self.samples_consumed + self.rank :: self.num_replicas]
-        return iter(rest[: len(self)].tolist())
+        end = self.samples_consumed + len(self) * self.num_replicas
+        block = self.global_batch * max(1, BLOCK // self.global_batch)  # of which each rank gets the same number
+        for start in range(self.samples_consumed, end, block):
+            yield from self.read(start, min(start + block, end))[self.rank :: self.num_replicas]
 
 
 class TrainLoader(_Loader):
@@ -95,29 +135,58 @@ class TrainLoader(_Loader):
     `wait_s` adds up the seconds in which the training waited for data.
     """
 
-    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext) -> None:
+    def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, sampler: Any = None) -> None:
         super().__init__(dataset, "training", config, ctx)
         self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
-        seed = derive_seed(config.seed)  # the sampler adds the epoch: a plain seed 0 would become seed 1 in epoch 1
-        self.sampler = ResumableSampler(dataset, ctx.rank, ctx.world_size, self.global_batch, seed)
-        self.steps_per_epoch = self.sampler.steps_left(0)
-        if self.steps_per_epoch == 0 and not config.evaluate:
-            processes = plural(ctx.world_size, "process", "es")
-            raise UsageError(
-                f"{self.length:,} training samples do not fill one step of {self.global_batch:,} ({processes} x "
-                f"--batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): lower one of them"
-            )
+        seed = derive_seed(config.seed)  # the epoch is added to it: a plain seed 0 would become seed 1 in epoch 1
+        self.order = sampler or Shuffled(self.length, seed)
+        self.sampler = ResumableSampler(dataset, ctx.rank, ctx.world_size, self.global_batch, self.order)
+        if not config.evaluate:
+            self._check_epoch(0)
         self.name = data_name(dataset)
         self.wait_s = 0.0
         self.classes: int | None = None  # of the labels in the first batch; None before it
         self.example: Any = None  # what example_images made of the first batch, until it is logged
 
+    def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
+        """Optimizer steps until the end of the epoch. Raises UsageError if the sampler was replaced."""
+        if not isinstance(self.sampler, ResumableSampler):
+            raise UsageError(f"train_loader.sampler cannot be replaced: {SAMPLER_REMEDY}")
+        return self.sampler.steps_left(epoch, samples_consumed)
+
     def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
-        """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples."""
+        """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples.
+
+        Call on every rank. Raises UsageError if an owner's sampler does not depend on its arguments alone.
+        """
+        self._check_epoch(epoch)
+        set_epoch(self.dataset, epoch)
         self.sampler.start_at(epoch, samples_consumed)
+        steps = self.steps_left(epoch, samples_consumed)
+        if steps and not isinstance(self.order, Shuffled):
+            self._check_order(samples_consumed)
         batches = self._timed(self._batches(epoch, samples_consumed))
-        for _ in range(self.sampler.steps_left(samples_consumed)):
+        for _ in range(steps):
             yield islice(batches, self.config.grad_accum_steps)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self.steps_left(epoch) == 0:
+            config, processes = self.config, plural(self.ctx.world_size, "process", "es")
+            raise UsageError(
+                f"{self.sampler.length(epoch):,} training samples do not fill one step of {self.global_batch:,} "
+                f"({processes} x --batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): "
+                "lower one of them"
+            )
+
+    def _check_order(self, start: int) -> None:
+        epoch, stop = self.sampler.epoch, start + self.global_batch
+        ours = self.order.length(epoch), self.sampler.read(start, stop)
+        remedy = "let it depend on (epoch, start, stop) only, and seed its generator with derive_seed(seed, epoch)"
+        name = type(self.order).__name__
+        if ours != (self.order.length(epoch), self.sampler.read(start, stop)):
+            raise UsageError(f"sampler {name} returned two different orders of one epoch: {remedy}")
+        if any(theirs != ours for theirs in self.ctx.gather(ours)):
+            raise UsageError(f"sampler {name} returned different orders on the ranks: {remedy}")
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
         size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
@@ -157,6 +226,8 @@ class EvalLoader(_Loader):
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
         self.part, self.part_name = part, {"val": "validation"}.get(part, part)
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
+        if config.eval_batch_size is not None:
+            self.chunk_size = config.eval_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""

@@ -16,7 +16,6 @@ import torch
 
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import with_saved_options
-from ddp.checkpoint.state import UnsavedState
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
 from ddp.core.process_exit import process_exit
@@ -48,9 +47,7 @@ class Run:
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.log = RunLog(config, ctx, self.state, trackers)
         self.max_steps = config.max_steps or sys.maxsize
-        self.first_step = True  # until one was taken
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
-        self.unsaved_state: UnsavedState | None = None  # of the caller's variables, from the first step on
         self.train_loader: Any = None  # from resume() on, as all below
         self.meter: Any = None
         self.schedules: list[Schedule] = []  # the learning rate of the first one is logged
@@ -84,15 +81,9 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
-        self._refuse_unsaved_state()
         with self.log.paused():
             self.log.flush()
             self.checkpoints.save(self.log.output_dir.sync_logs)
-
-    def _refuse_unsaved_state(self) -> None:
-        if self.unsaved_state is not None and (changed := self.unsaved_state.changed()):
-            lost = "its state changes as the run trains, and a resumed run would lose it"
-            raise UsageError(f"main.py: {changed[0]} is not a field of Training, but {lost}: add a field for it")
 
     def _on_saved(self, step: int) -> None:
         process_exit.record_saved(step)  # for the launcher
@@ -160,14 +151,12 @@ class Run:
         state, loader = self.state, self.train_loader
         self.log.start_epoch()
         self.ctx.stop_sync.restart()
-        if self.unsaved_state is None:
-            self.unsaved_state = UnsavedState(sys._getframe(1).f_locals, self.checkpoints.state.values())
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
             seed_step(self.config.seed, state.step, self.ctx.rank)
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
             for schedule in self.schedules:
-                schedule.set(state.epoch + middle / loader.length)
+                schedule.set(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.log.close_bar()
@@ -180,20 +169,17 @@ class Run:
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
         state.step += 1
         state.samples_consumed += loader.global_batch
-        if self.first_step:  # soon after the start, and then before each checkpoint
-            self._refuse_unsaved_state()
-        self.first_step = False
         self.log.step()
         complete = self._epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
-            on_console = not at_end and loader.steps_per_epoch > self.config.log_every
+            on_console = not at_end and self.log.steps_per_epoch > self.config.log_every
             self.log.log_train(self.meter.take(), self.schedules[0].lr, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
     def _epoch_is_complete(self) -> bool:
-        return self.train_loader.sampler.steps_left(self.state.samples_consumed) == 0
+        return self.train_loader.steps_left(self.state.epoch, self.state.samples_consumed) == 0
 
     def end_epoch(self, metrics: Mapping[str, float], val_loader: EvalLoader) -> None:
         """After the evaluation at the end of an epoch or of --max-steps: log and save. metrics: empty without data.

@@ -57,7 +57,7 @@ class RunLog:
         self.bar: tqdm | None = None
         self.loader: Any = None  # from start() on, as the next two lines
         self.resumed_from: str | None = None
-        self.first_step, self.total_steps, self.started = 0, 0, 0.0
+        self.first_step, self.total_steps, self.steps_per_epoch, self.started = 0, 0, 0, 0.0
         self.epoch_moment = self.logged_moment = Moment(0, 0.0, 0.0)  # where the epoch and the next logged steps begin
         self.last_train = ""  # the figures of the last logged steps of this epoch, for the console
         self.paused_s, self.status_written = 0.0, 0.0  # all pauses together; when status.json was last written
@@ -66,9 +66,11 @@ class RunLog:
         """The run has its data and its progress: `state` is loaded."""
         self.loader, self.resumed_from = loader, resumed_from
         state, self.first_step, self.started = self.state, self.state.step, time.perf_counter()
-        left = loader.sampler.steps_left(state.samples_consumed)
-        left += (self.config.epochs - state.epoch - 1) * loader.steps_per_epoch
-        self.total_steps = state.step + max(0, left)  # earlier steps may have had another global batch
+        epoch, last = state.epoch, self.config.epochs - 1
+        self.steps_per_epoch = loader.steps_left(min(epoch, last))  # a sampler may have epochs of other lengths
+        left = 0 if epoch > last else loader.steps_left(epoch, state.samples_consumed)
+        left += max(0, last - epoch) * self.steps_per_epoch
+        self.total_steps = state.step + left  # earlier steps may have had another global batch
 
     def open_files(self) -> None:
         """On rank 0, once it is clear that this run may use the directory: a refused one must not change it."""
@@ -95,7 +97,7 @@ class RunLog:
             return log.info(f"evaluating {self.resumed_from}, of step {state.step:,}")
         passes = f" x {config.grad_accum_steps} passes" if config.grad_accum_steps > 1 else ""
         batch = f"global batch {loader.global_batch} = {processes} x {config.batch_size}{passes}"
-        log.info(f"{batch}; {loader.steps_per_epoch:,} steps per epoch; learning rate {peak_lr:.4g}")
+        log.info(f"{batch}; {self.steps_per_epoch:,} steps per epoch; learning rate {peak_lr:.4g}")
         if self.resumed_from is None:
             return log.info(f"a new run, in {self.output_dir.path}")
         inside = f"epoch {state.epoch + 1}, sample {state.samples_consumed:,}"
@@ -108,9 +110,10 @@ class RunLog:
         """Show a progress bar on a terminal, and measure the speed from here on."""
         self.last_train, self.epoch_moment, self.logged_moment = "", self._moment(), self._moment()
         if self.metrics is not None and sys.stderr.isatty():
-            total = self.loader.steps_per_epoch
+            total = self.loader.steps_left(self.state.epoch)
             options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
-            options |= {"total": total, "initial": total - self.loader.sampler.steps_left(self.state.samples_consumed)}
+            left = self.loader.steps_left(self.state.epoch, self.state.samples_consumed)
+            options |= {"total": total, "initial": total - left}
             self.bar = tqdm(desc=f"epoch {self.state.epoch + 1}/{self.config.epochs}", **options)
 
     def step(self) -> None:

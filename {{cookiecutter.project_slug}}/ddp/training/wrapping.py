@@ -20,6 +20,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.tensors import leaves
 
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
@@ -86,7 +87,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
     )
-    ddp_model.broadcast_buffers = not _only_batch_norm_has_buffers(model)
+    _broadcast_buffers_that_are_read(ddp_model)
     _report_unused_weights(ddp_model)
     _refuse_unfrozen_weights(ddp_model)
     if config.comm_hook == "powersgd":
@@ -97,9 +98,19 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
     return ddp_model
 
 
-def _only_batch_norm_has_buffers(model: torch.nn.Module) -> bool:
-    """Then no rank needs those of rank 0 while it trains: only evaluations and checkpoints read running statistics."""
-    return all(_is_batch_norm(part) or not any(True for _ in part.buffers(recurse=False)) for part in model.modules())
+def _broadcast_buffers_that_are_read(ddp_model: DistributedDataParallel) -> None:
+    """Copy rank 0's buffers to all ranks before each forward pass, as DDP does, unless no rank reads them there.
+
+    A BatchNorm layer in training mode only writes its running statistics. In evaluation mode it reads them, as in the
+    teacher of a model: ranks that keep their own would train with different teachers.
+    """
+    with_buffers = [part for part in ddp_model.module.modules() if any(True for _ in part.buffers(recurse=False))]
+    only_batch_norm = all(map(_is_batch_norm, with_buffers))
+
+    def choose(*_: Any) -> None:
+        ddp_model.broadcast_buffers = not (only_batch_norm and all(part.training for part in with_buffers))
+
+    ddp_model.register_forward_pre_hook(choose)
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
@@ -150,24 +161,32 @@ def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> 
 
 
 class ModelEma:
-    """--ema: the average of a model's weights and floating-point buffers over steps, which `module` holds.
+    """--ema: the average of a model's weights and BatchNorm statistics over steps, which `module` holds.
 
     Its state_dict has the model's own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self.module, self.average = copy.deepcopy(model).requires_grad_(False), get_ema_multi_avg_fn(decay)
+        tensors = dict(self.module.named_parameters())
+        for prefix, part in self.module.named_modules():
+            if _is_batch_norm(part):
+                tensors |= dict(part.named_buffers(prefix, recurse=False))
         # Not the -inf of an attention mask, whose average with itself would be NaN.
-        tensors = _tensors_of(self.module).items()
-        self.averaged = [name for name, own in tensors if own.is_floating_point() and own.isfinite().all()]
+        self.averaged = [name for name, own in tensors.items() if own.is_floating_point() and own.isfinite().all()]
+        base = torch.nn.Module.get_extra_state
+        self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
-        """After an optimizer step: average = decay x average + (1 - decay) x weights. Other buffers are copied."""
+        """After an optimizer step: average = decay x average + (1 - decay) x weights. Everything else is copied."""
         ours, theirs = _tensors_of(self.module), _tensors_of(model)
         self.average([ours[name] for name in self.averaged], [theirs[name] for name in self.averaged], 0)
         for name in (ours.keys() & theirs.keys()).difference(self.averaged):  # a first pass may register buffers
             ours[name].copy_(theirs[name])
+        for name in self.with_extra_state:
+            state = model.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
         return self.module.state_dict()
@@ -192,7 +211,62 @@ def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
     return nullcontext() if last else ddp_model.no_sync()
 
 
+class LossMean:
+    """Makes the loss of a step the mean over the terms of its global batch, if model.py defines `loss_terms`.
+
+    Without it nothing is added to a step, and the loss is the mean of the means of passes and ranks. That is the same
+    unless they have different numbers of terms: of tokens that are not padding, for example.
+    """
+
+    def __init__(self, task: Any, config: RunConfig, ctx: DistContext) -> None:
+        self.count, self.passes, self.ctx = getattr(task, "loss_terms", None), config.grad_accum_steps, ctx
+        self.terms = 0.0  # of this rank, in the passes so far
+        self.expected = 0.0  # of a rank in a pass, on average over the ranks in the first one
+
+    def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
+        """The `loss` of one pass, weighted by its terms. Call on every rank. Raises UsageError for a wrong count."""
+        if self.count is None:
+            return loss
+        check_loss(loss)
+        terms = _checked_terms(self.count(outputs, targets))
+        if not self.expected:  # so that gradients are about as large as without weights: fp16 has a narrow range
+            self.expected = (self._sum(terms) or 1.0) / self.ctx.world_size
+        self.terms += terms
+        if terms == 0:  # the loss may be 0 / 0, but the other ranks wait for this rank's gradient
+            parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
+            return 0 * sum(parts or [loss])
+        return loss * (terms / self.expected)
+
+    def finish(self, model: torch.nn.Module) -> bool:
+        """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""
+        if self.count is None:
+            return True
+        total = self._sum(self.terms)
+        factor = self.expected * self.ctx.world_size * self.passes / (total or 1.0)
+        if factor != 1:
+            torch._foreach_mul_([weight.grad for weight in model.parameters() if weight.grad is not None], factor)
+        return total > 0
+
+    def _sum(self, terms: float) -> float:
+        return self.ctx.sum(torch.tensor(terms, dtype=torch.double)).item()
+
+
+def _checked_terms(terms: Any) -> float:
+    try:
+        number = float(terms)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise UsageError(f"loss_terms in model.py returned {terms!r}: return how many terms the loss is a mean of")
+    return number
+
+
 def backward(loss: Any, scaler: torch.amp.GradScaler, passes: int) -> None:
     """Add the gradients of `loss`, the mean of one of the `passes` of a step. Raises UsageError if it has none."""
     check_loss(loss)
     scaler.scale(loss / passes).backward()
+
+
+def grad_scaler(config: RunConfig, ctx: DistContext) -> torch.amp.GradScaler:
+    """It scales the loss with --precision fp16, and does nothing otherwise."""
+    return torch.amp.GradScaler(ctx.device.type, enabled=config.precision == "fp16")

@@ -1,0 +1,54 @@
+"""How two runs differ, bit for bit: in their newest checkpoints and in metrics.jsonl. For rehearse.py and tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp.checkpoint import storage
+from ddp.checkpoint.state import digest, named_leaves
+
+SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
+OF_ONE_RUN = ("path", "config")  # in a checkpoint
+
+
+def newest(output_dir: Path) -> Path:
+    """The newest checkpoint of a run."""
+    return max((output_dir / "checkpoints").glob("step_*.pt"))
+
+
+def metrics_lines(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def differences(whole: Path, other: Path, weights: dict[str, list[str]] | None = None) -> list[str]:
+    """How two output directories differ, as texts that name an entry each; options, paths and speeds aside.
+
+    weights: the names of the weights of each optimizer, in the order of its state_dict.
+    """
+    first, second = (_entries(output_dir, weights or {}) for output_dir in (whole, other))
+    found = []
+    for name in {**first, **second}:
+        one, two = (entries.get(name, "missing") for entries in (first, second))
+        if digest(one) != digest(two):
+            by = f"is {one!r}, then {two!r}"
+            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape:
+                by = f"differs by {(one.double() - two.double()).abs().max().item():.3g}"
+            found.append(f"{name} {by}")
+    return found
+
+
+def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
+    content = {name: part for name, part in storage.read(newest(output_dir)).items() if name not in OF_ONE_RUN}
+    entries = {}
+    for (part, *keys), value in named_leaves(content):
+        name = ".".join(map(str, keys))
+        if part in weights and len(keys) == 3 and keys[0] == "state":
+            name = f"{keys[2].removesuffix('_buffer')} of {weights[part][keys[1]]}"
+        entries[f"{part}: {name}" if name else part] = value
+    for line in metrics_lines(output_dir):
+        where = f"metrics.jsonl: {line['split']} of step {line['step']}:"
+        entries |= {f"{where} {name}": value for name, value in line.items() if name not in SPEEDS}
+    return entries
