@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from outputs import newest
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights
 
 import data
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import init_weights
+from ddp.core.errors import CheckpointError
 from ddp.distributed.process_group import DistContext
 from model import ToyModel
 from processes import on_ranks, train
@@ -179,6 +180,45 @@ def test_a_refused_resume_names_this_option(tmp_path: Path) -> None:
     output = train(1, *STILL, "--momentum", 0.5, "--output-dir", tmp_path, code=4)
     remedy = f"--init-from {newest(tmp_path)} gives it these weights\n"
     assert "--momentum was 0.9, is 0.5" in output and output.endswith(remedy)
+
+
+class Adapted(nn.Module):
+    """A frozen base with an adapter that trains. `pretrained`: build_model loads the base, so no seed changes it."""
+
+    def __init__(self, pretrained: bool = False) -> None:
+        super().__init__()
+        self.base, self.adapter, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+        self.scale.requires_grad_(False)
+        self.base.requires_grad_(False)
+        if pretrained:
+            self.base.load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)})
+
+
+def test_a_frozen_weight_that_the_file_lacks_is_refused_unless_build_model_loads_it(tmp_path: Path) -> None:
+    """It would stay random. A constant, such as `scale`, does not depend on the seed."""
+
+    def load(pretrained: bool, with_build: bool = True) -> str:
+        def refused(ctx: DistContext) -> str:
+            config = Config.parse(["--output-dir", str(tmp_path / "run"), "--init-from", str(tmp_path / "weights.pt")])
+            torch.manual_seed(config.seed)
+            network, drawn = Adapted(pretrained), torch.get_rng_state()
+            build = (lambda: Adapted(pretrained)) if with_build else None
+            try:
+                init_weights(network, config, ctx, build=build)
+            except CheckpointError as error:
+                return str(error)
+            assert torch.equal(torch.get_rng_state(), drawn), "the random numbers that follow are the same"
+            assert torch.equal(network.adapter.weight, torch.full((4, 4), 3.0))
+            return ""
+
+        return on_ranks(1, refused)[0]
+
+    torch.save({"adapter.weight": torch.full((4, 4), 3.0), "adapter.bias": torch.zeros(4)}, tmp_path / "weights.pt")
+    names = "base.weight; base.bias: frozen, and not in the file, so random"
+    remedy = "load it in build_model, train it, or take another file"
+    assert load(pretrained=False) == f"--init-from {tmp_path}/weights.pt: {names}: {remedy}"
+    assert load(pretrained=True) == ""
+    assert "base.weight; base.bias" in load(pretrained=True, with_build=False), "nothing shows that they were loaded"
 
 
 def test_the_option_of_rank_0_counts(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from outputs import lines, newest
-from template_copy import changed_main
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
@@ -23,7 +22,7 @@ import main
 import model
 from config import Config
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.state import UnsavedState, digest
+from ddp.checkpoint.state import digest
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, Datasets, check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -601,6 +600,38 @@ def test_the_average_of_a_mask_and_of_a_later_buffer() -> None:
     assert average.module.a_first_by_name.tolist() == [8.0] * 3  # type: ignore[union-attr,operator]
 
 
+class WithQueue(nn.Module):
+    """A queue of unit vectors, a float buffer that is no statistic of BatchNorm, and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), [0]
+        self.register_buffer("queue", F.normalize(torch.ones(4, 8)))
+
+    def get_extra_state(self) -> list[int]:
+        return self.seen
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.seen = state
+
+
+def test_the_average_mixes_weights_and_batch_norm_only() -> None:
+    network = nn.Sequential(WithQueue(), nn.BatchNorm1d(2))
+    average = ModelEma(network, 0.5)
+    with torch.no_grad():
+        network[0].weight.fill_(4.0)
+        network[0].queue.copy_(F.normalize(torch.randn(4, 8)))  # type: ignore[operator,arg-type]
+        network[1].running_var.fill_(3.0)  # type: ignore[operator,union-attr]
+    network[0].seen.append(5)  # type: ignore[union-attr,operator]
+    average.update(network)
+    inner: Any = average.module
+    assert inner[0].weight.tolist() == [2.0] and inner[1].running_var.tolist() == [2.0] * 2
+    assert torch.equal(inner[0].queue, network[0].queue)  # type: ignore[arg-type]
+    assert inner[0].seen == [0, 5] and average.state_dict()["0._extra_state"] == [0, 5]
+    inner[0].seen.append(6)
+    assert network[0].seen == [0, 5], "a copy"
+
+
 def test_an_average_that_follows_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="--ema 1 would never follow the weights: pass less than 1"):
         options("--ema", 1)
@@ -641,85 +672,7 @@ def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate
     assert "--ema was 0.5, is None" in the_error(train(1, *given[:-2], "--output-dir", whole, code=4))
 
 
-# ---- what main.py forgets -------------------------------------------------------------------------------------------
-
-
-@fault(40)
-def test_a_stateful_object_that_is_no_field_of_training_is_refused(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = "                    apply_gradients(training, config)\n"
-    update = {
-        line: line + "                    ema.update(model)\n",
-        "    if training.ema is not None:\n": "    if False:\n",
-    }
-    field = {"    ema: ModelEma | None\n": "", "task.compute_metrics), ema)": "task.compute_metrics))"}
-    forgotten = changed_main({**update, **field})
-    monkeypatch.setattr(main, "main", forgotten)
-    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--output-dir", tmp_path)
-    error = the_error(train(1, *given, "--ema", 0.9, code=2))
-    assert "main.py: ema is not a field of Training, but its state changes" in error and "add a field for it" in error
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
-def test_a_frozen_model_need_not_be_a_field_of_training(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A teacher, for example, which does not change."""
-    line = "        model.to(ctx.device)\n"
-    with_teacher = changed_main({line: f"{line}        teacher = task.build_model(config, datasets.train)\n"})
-    monkeypatch.setattr(main, "main", with_teacher)
-    train(1, "--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 1, "--output-dir", tmp_path)
-
-
-class SavesAnother:
-    """A wrapper around an optimizer that saves it, as Lookahead does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.slow = inner, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict(), "slow": self.slow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class Lookahead(SavesAnother, torch.optim.Optimizer):
-    pass
-
-
-def test_what_a_saved_object_holds_and_saves_is_not_reported() -> None:
-    """The parts of a SequentialLR and of a Lookahead; a class; but not the optimizer that a scheduler only holds."""
-    network = nn.Linear(2, 2)
-    inner = torch.optim.Adam(network.parameters())
-    warmup, decay = torch.optim.lr_scheduler.LinearLR(inner), torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-    both = torch.optim.lr_scheduler.SequentialLR(inner, [warmup, decay], [9])
-    outer = Lookahead(inner)
-    variables = {"inner": inner, "warmup": warmup, "decay": decay, "both": both, "outer": outer, "Net": nn.Linear}
-
-    def changed_after_a_step(saved: list[Any]) -> list[str]:
-        unsaved = UnsavedState(variables, saved)
-        for weight in network.parameters():
-            weight.grad = torch.ones_like(weight)  # a backward pass in this process could forbid later ones in forks
-        inner.step()
-        both.step()
-        outer.slow += 1
-        return unsaved.changed()
-
-    assert changed_after_a_step([network, outer, both]) == []
-    assert changed_after_a_step([network, both]) == ["inner", "outer"]
-    assert changed_after_a_step([network, outer]) == ["warmup", "both"]
-
-
-class Namespace(dict):
-    """Answers every attribute, with None if it has none, as some libraries for configurations do."""
-
-    __getattr__ = dict.get
-
-
-def test_an_object_that_answers_every_attribute_is_no_state() -> None:
-    assert UnsavedState({"settings": Namespace()}, []).changed() == []
+# ---- an optimizer that draws random numbers --------------------------------------------------------------------------
 
 
 class NoisySGD(torch.optim.SGD):
@@ -751,6 +704,66 @@ def test_the_noise_of_an_optimizer_is_the_same_on_all_ranks_and_after_a_resume(
     train(2, *given, "--output-dir", tmp_path / "parts")
     whole, parts = (checkpoint.read(newest(tmp_path / name))["model"] for name in ("whole", "parts"))
     assert digest(whole) == digest(parts)
+
+
+# ---- BatchNorm in evaluation mode -----------------------------------------------------------------------------------
+
+
+class MeanTeacher(nn.Module):
+    """The student learns the outputs of a teacher, whose BatchNorm is in evaluation mode while the student trains."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), nn.BatchNorm1d(10))
+        self.teacher = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), nn.BatchNorm1d(10)).requires_grad_(False)
+        self.seen = torch.zeros(())
+
+    def train(self, mode: bool = True) -> MeanTeacher:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = self.student(images)
+        if self.training:
+            with torch.no_grad():
+                for mine, theirs in zip(
+                    self.teacher.state_dict().values(), self.student.state_dict().values(), strict=True
+                ):
+                    mine.copy_(mine.lerp(theirs, 0.5) if mine.is_floating_point() else theirs)
+            self.seen = self.teacher(torch.ones_like(images[:1])).sum()
+            outputs = outputs + 0.1 * self.teacher(images)
+        return outputs
+
+
+def test_a_teacher_is_the_same_on_all_ranks_and_after_a_resume(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main.task, "build_model", MeanTeacher)
+    given = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--epochs", 2, "--momentum", 0)
+    train(2, *given, "--output-dir", tmp_path / "whole")
+    train(2, *given, "--max-steps", 8, "--output-dir", tmp_path / "parts")
+    train(2, *given, "--output-dir", tmp_path / "parts")
+    whole, parts = (checkpoint.read(newest(tmp_path / name))["model"] for name in ("whole", "parts"))
+    assert digest(whole) == digest(parts)
+
+
+def test_buffers_are_broadcast_only_if_a_rank_reads_them() -> None:
+    """Not those of BatchNorm while it trains: its statistics are of each rank's own batches until they are read."""
+
+    def after_each_mode(ctx: DistContext) -> list[list[float]]:
+        layer = nn.BatchNorm1d(1)
+        wrapped = wrap_model(nn.Sequential(layer, nn.Linear(1, 1)), options("--device=cpu"), ctx)
+        found = []
+        for training in (True, False):
+            layer.running_mean.fill_(float(ctx.rank))  # type: ignore[union-attr]
+            layer.train(training)
+            wrapped(torch.zeros(2, 1)).sum().backward()
+            found.append(layer.running_mean.tolist())  # type: ignore[union-attr]
+        return found
+
+    first, second = by_rank(2, after_each_mode)
+    assert first[0] != second[0] and first[1] == second[1] == [0.0]
 
 
 # ---- groups of weights, and weights without a gradient --------------------------------------------------------------

@@ -46,7 +46,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 
-        init_weights(model, config, ctx, lambda: task.build_model(config, datasets.train))  # --init-from, in a new run
+        init_weights(model, config, ctx, build=lambda: task.build_model(config, datasets.train))  # --init-from
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         ddp_model = wrap_model(model, config, ctx)  # the same weights: train ddp_model; evaluate and save model

@@ -26,11 +26,12 @@ import main as project
 from config import Config
 from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.core.errors import ExitCode, UserError, plural
-from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.loader import EvalLoader, Shuffled, TrainLoader
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
+Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS = 8  # of an epoch, and batches of an evaluation, at most
 SAVED_EVERY = 3  # steps
 KEEP = [
@@ -59,6 +60,9 @@ def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
         init_train(loader, *arguments)
         length, limit = loader.sampler.length, STEPS * loader.global_batch
         loader.sampler.length = lambda epoch: min(length(epoch), limit)
+        if isinstance(loader.order, Shuffled):  # the same samples in each epoch, from all parts of the data
+            few = Shuffled(min(limit, loader.length), loader.order.seed)
+            loader.order.indices = lambda *where: few.indices(*where) * (loader.length // few.samples)
 
     def limit_eval(loader: Any, *arguments: Any) -> None:
         init_eval(loader, *arguments)
@@ -88,10 +92,8 @@ def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
     project.main(config, rank_env)
 
 
-def checks(
-    config: Config, nproc: int, folder: Path, start: Start = spawn
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """What is checked, what is wrong with it, and the usual causes. Raises UserError if a run fails."""
+def checks(config: Config, nproc: int, folder: Path, start: Start = spawn) -> Iterator[Check]:
+    """Each check, when it is done. Raises UserError if a run ends in another way than it should."""
     config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
     config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
     config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
@@ -102,9 +104,8 @@ def checks(
             code = start(partial(few_steps, kill), replace(config, output_dir=str(output_dir), **changes), nproc)
         if code != (ExitCode.PEER_LOST if kill else ExitCode.SUCCESS):
             lines = (output_dir / "output").read_text().splitlines()
-            raise UserError(
-                "; ".join(line[7:] for line in lines if line.startswith("error: ")) or "\n".join(lines[-30:])
-            )
+            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            raise UserError("\n".join(errors or lines[-30:]))
         return output_dir
 
     whole = run("whole")
@@ -117,7 +118,7 @@ def checks(
     step = torch.load(checkpoint, weights_only=True)["step"]
     trained = {line["split"]: line for line in metrics_lines(whole) if line["step"] == step}
     splits = trained.keys() & {"val", "test"}
-    for number in sorted({1, nproc if torch.cuda.is_available() else max(nproc, 2)}) if splits else ():
+    for number in {1, nproc if torch.cuda.is_available() else max(nproc, 2)} if splits else ():
         run("whole", number, evaluate=True, resume=str(checkpoint))
         found = [
             f"{split} {name} is {value:.6g}, and was {trained[split][name]:.6g} at the end of the training"

@@ -56,7 +56,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         networks = {"generator": model.generator, "discriminator": model.discriminator}
         for name, network in networks.items():
             build = partial(lambda name: getattr(task.build_model(config, datasets.train), name), name)
-            init_weights(network, config, ctx, build, name)  # --init-from, in a new run
+            init_weights(network, config, ctx, name, build)  # --init-from, in a new run
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         # The same weights: train ddp_model; evaluate and save model.

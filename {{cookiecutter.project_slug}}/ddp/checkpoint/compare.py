@@ -24,13 +24,16 @@ def metrics_lines(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def differences(whole: Path, other: Path, weights: dict[str, list[str]] | None = None) -> list[str]:
-    """How two output directories differ, as texts that name an entry each; options, paths and speeds aside.
+    """How two output directories differ, as texts that name an entry each: tensors first, then metrics, then the rest.
 
-    weights: the names of the weights of each optimizer, in the order of its state_dict.
+    Options, paths and speeds may differ. weights: names for those of each optimizer, in the order of its state_dict.
     """
     first, second = (_entries(output_dir, weights or {}) for output_dir in (whole, other))
     found = []
-    for name in {**first, **second}:
+    every = {**first, **second}
+    for name in sorted(
+        every, key=lambda name: (not isinstance(every[name], torch.Tensor), not name.startswith("metrics.jsonl"))
+    ):
         one, two = (entries.get(name, "missing") for entries in (first, second))
         if digest(one) != digest(two):
             by = f"is {one!r}, then {two!r}"

@@ -93,13 +93,13 @@ def init_weights(
     model: torch.nn.Module,
     config: RunConfig,
     ctx: DistContext,
-    build: Callable[[], torch.nn.Module],
     name: str = "model",
+    build: Callable[[], torch.nn.Module] | None = None,
 ) -> None:
     """Load the weights of --init-from into `model`, unless the run resumes.
 
-    build: makes another model like this one. name: the field of Training. Call on every rank, before the model is moved
-    or wrapped. Raises CheckpointError, UsageError or SetupError.
+    name: the field of Training. build: makes another model like this one, with random weights of its own. Call on every
+    rank, before the model is moved or wrapped. Raises CheckpointError, UsageError or SetupError.
     """
     # Rank 0's option counts: the others may have another path.
     source = ctx.on_main(lambda: None if CheckpointDirectory(config).paths() else config.init_from)
@@ -169,15 +169,15 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
     return [name for name in own if name not in fitting]
 
 
-def _refuse_random_constants(model: torch.nn.Module, missing: list[str], build: Callable, config: RunConfig) -> None:
+def _refuse_random_constants(model: torch.nn.Module, missing: list[str], build: Any, config: RunConfig) -> None:
     """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad and name in missing}
-    if not frozen:
-        return
-    with keep_random_state():
-        seed_everything(config.seed + 1)
-        other = dict(build().named_parameters())
-    random = [name for name, weight in frozen.items() if not torch.equal(weight, other[name])]
+    others: dict[str, Tensor] = {}
+    if frozen and build is not None:
+        with keep_random_state():
+            seed_everything(config.seed + 1)
+            others = dict(build().named_parameters())
+    random = [name for name, weight in frozen.items() if name not in others or not torch.equal(weight, others[name])]
     if random:
         remedy = "load it in build_model, train it, or take another file"
         weights = f"{first_few(random)}: frozen, and not in the file, so random"

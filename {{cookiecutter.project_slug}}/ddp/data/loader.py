@@ -113,7 +113,7 @@ class ResumableSampler(DistributedSampler):
         found = order.tolist() if isinstance(order, torch.Tensor) else [int(index) for index in order]
         samples, name = len(self.dataset), type(self.order).__name__  # type: ignore[arg-type]
         if len(found) != stop - start:
-            returned = f"returned {plural(len(found), 'index', 'es')} for the positions {start:,} to {stop:,}"
+            returned = f"returned {len(found):,} indices for the positions {start:,} to {stop:,}"
             raise UsageError(f"sampler {name} {returned}: return one for each, and let length(epoch) count them")
         if wrong := [index for index in (min(found), max(found)) if not 0 <= index < samples]:
             raise UsageError(f"sampler {name} returned the index {wrong[0]:,}, but there are {samples:,} samples")

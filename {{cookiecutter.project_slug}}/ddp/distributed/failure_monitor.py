@@ -197,9 +197,8 @@ class FailureMonitor:
         try:
             while self.found is None and self.state != State.LEAVING:
                 self.reports.respond()
-                self._warn_of_wait()
                 self._learn_saved_step()
-                self.found = self.other_failed() or self._find_cause()
+                self.found = self.other_failed() or self._explain_wait() or self._find_cause()
                 if self.not_running.wait(POLL_INTERVAL_S):
                     time.sleep(FAST_POLL_INTERVAL_S)
         except RuntimeError:  # of the store
@@ -263,8 +262,11 @@ class FailureMonitor:
             return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
         return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")
 
-    def _warn_of_wait(self) -> None:
-        """If this rank has waited long in a collective, let rank 0 print where each rank is: it is not an error yet."""
+    def _explain_wait(self) -> CollectiveMismatch | None:
+        """If a rank has waited long in a collective, print on rank 0 where each one is: it is not an error yet.
+
+        But it is one, if two of them are in different calls of the same number: they would wait for each other.
+        """
         now, count = time.monotonic(), collective_count()
         if count != self.count:
             self.count, self.counted_at, self.next_warning = count, now, now + self.warn_after
@@ -274,8 +276,12 @@ class FailureMonitor:
                 self.store.set("waits", "yes")
         if self.rank == 0 and read_key(self.store, "waits") and (reports := self._ask()):
             self.store.set("waits", "")
+            if mismatch := rank_reports.certain_mismatch(reports):
+                dump_stacks(self.rank)
+                return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
             if line := rank_reports.describe_wait(reports, self.warn_after):
                 log.warning("warning: %s", line)
+        return None
 
     def _stop_is_overdue(self) -> bool:
         """Whether the ranks should have agreed on a stop that was requested here."""

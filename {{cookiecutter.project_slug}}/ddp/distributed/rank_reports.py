@@ -131,7 +131,7 @@ def _read(entry: dict[str, Any]) -> Collective:
     backend, _, operation = entry["profiling_name"].rpartition(":")
     shapes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensors = " and ".join(f"{dtype.lower()} {size or 'scalar'}" for dtype, size in shapes)
-    if operation.endswith(("scatter", "gather")):
+    if operation.endswith(("scatter", "gather", "to_all", "to_allv", "alltoall")):
         tensors = ""  # the ranks may pass tensors of different shapes to these
     frames = ((frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"])
     site = call_site(FrameSummary(*frame, lookup_line=False) for frame in frames)
@@ -176,6 +176,15 @@ def differences(reports: Reports, *, in_number: bool = False) -> str:
         if not parted and len({each.site for each in ranks.values()}) > 1:
             parted = _list_calls(ranks)
     return parted if in_number else ""
+
+
+def certain_mismatch(reports: Reports) -> str:
+    """What `differences` says, if ranks wait for each other in different calls of the same number; otherwise empty."""
+    waiting = {
+        rank: each._replace(collectives=[one for one in each.collectives if one.waited_s])
+        for rank, each in reports.items()
+    }
+    return differences(waiting) and differences(reports)
 
 
 def _list_calls(calls: dict[int, Collective]) -> str:
