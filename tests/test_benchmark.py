@@ -18,6 +18,7 @@ from benchmark import Task, Trainer
 from benchmark_report import (
     DATA,
     NO_SYNC,
+    NO_TERMS,
     ONE,
     PARALLEL,
     STRONG,
@@ -199,6 +200,21 @@ def test_the_time_of_a_step_is_split_into_compute_communication_and_data() -> No
     """A step takes 1/75 s: 1/250 s without all-reduce, 1/150 s with it, and the rest for data."""
     (line,) = breakdown(summarize([Row(*row) for row in ROUNDS])).splitlines()
     assert " ".join(line.split()) == "2 processes compute 30% communication 20% data 50% limited by data"
+
+
+def test_the_cost_of_loss_terms_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where model.py defines them."""
+    rows = [Row(*row) for row in ROUNDS] + [Row(NO_TERMS, 2, 8, 160.0)] * 3
+    assert breakdown(summarize(rows)).endswith("limited by data   (loss_terms of model.py: 6.2% of the step)")
+    assert NO_TERMS not in table(summarize(rows))
+
+    def kinds(ctx: DistContext) -> list[str]:
+        task = Task(Config.parse(["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8"]))
+        return [row.kind for row in benchmark._round(task, ctx, seconds=0.01)]
+
+    assert NO_TERMS not in on_ranks(1, kinds)[0]
+    monkeypatch.setattr(benchmark.model_file, "loss_terms", lambda outputs, targets: 8, raising=False)
+    assert on_ranks(1, kinds) == [[ONE, WEAK, NO_SYNC, NO_TERMS, DATA]]
 
 
 def test_one_process_does_not_communicate() -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 from project_runs import python, train_in
 from template_copy import shrink
 
+from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.training.schedule import Schedule
 from images import ImageTransforms
@@ -104,8 +105,58 @@ def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
     assert last["bits"] < 5.5, "an untrained model has 8"
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
     an_evaluation_by_one_process_is_the_same(project, project / "runs/text-Transformer", *options)
-    (project / "data/text.txt").write_text("short")
-    assert "is too short" in train(project, "--output-dir", "new", code=3)
+    for text in ("short", "\n" * 9_999):
+        (project / "data/text.txt").write_text(text)
+        output = train(project, "--output-dir", "new", code=3)
+        assert "text.txt is too short: it needs 20 lines" in output and output.count("\n") == 1
+
+
+def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
+    """Its sentences have different lengths, so without loss_terms the training depends on the division."""
+    project = render("language_model", tmp_path)
+    source = (project / "model.py").read_text()
+    source, count = re.subn(r"^(WIDTH, .*), 0\.1$", r"\1, 0.0", source, flags=re.MULTILINE)
+    assert count == 1, "dropout draws other numbers for each rank and pass"
+    divisions = [(1, 8, 1), (2, 4, 1), (2, 2, 2)]
+
+    def distances(name: str, source: str) -> tuple[float, float]:
+        """How far the weights of all runs are from those of the first, and how far the losses that they log."""
+        (project / "model.py").write_text(source)
+        folders = [tmp_path / name / str(number) for number in range(len(divisions))]
+        common = ("--dataset", "synthetic", "--device", "cpu", "--lr", 3e-4, "--warmup-epochs", 0, "--max-steps", 20)
+        for (processes, batch_size, passes), folder in zip(divisions, folders, strict=True):
+            divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, "--output-dir", folder)
+            train_in(project, [processes, *common, "--log-every", 1, *divided])
+        weights = [storage.read(newest(folder))["model"] for folder in folders]
+        losses = [torch.tensor([line["loss"] for line in lines(folder) if "loss" in line]) for folder in folders]
+        assert len(losses[0]) > 20 and len(weights[0]) > 40
+        return (
+            max((each[key] - weights[0][key]).abs().max().item() for each in weights[1:] for key in weights[0]),
+            max((each - losses[0]).abs().max().item() for each in losses[1:]),
+        )
+
+    weights, losses = distances("with", source)
+    assert weights < 1e-4 and losses < 1e-4, (weights, losses)
+    assert source.count("loss_terms") == 2
+    weights, losses = distances("without", source.replace("loss_terms", "unused"))
+    assert weights > 1e-3 and losses > 1e-3, (weights, losses)
+
+
+def test_each_line_of_a_text_is_a_sample_and_each_character_a_target_once() -> None:
+    """But for the first one of a line, which nothing precedes. A line of more than `context` is cut."""
+    data = module("language_model", "data")
+    for end in ("\n", "", "\n\n"):  # the last line may have no newline: then its last character ends it
+        lines = [b"", b"ab", b"", b"", b"x" * 127, b"y" * 128, b"z" * 300, b"c", b"def"]
+        text = numpy.frombuffer(b"\n".join(lines) + end.encode(), dtype=numpy.uint8)
+        pieces = data._pieces(text)
+        assert pieces[:, 1].tolist() == [2, 127, 128, 128, 128, 44, 1, 3 if end else 2]
+        samples = data.Text(text, pieces, max_samples=None)
+        inputs, targets = samples.__getitems__([*range(len(samples))])
+        assert inputs.shape == targets.shape == (8, data.CONTEXT) and inputs.dtype == targets.dtype == torch.long
+        assert targets[0].tolist() == [*b"b\n", *[-100] * 126] and inputs[0].tolist() == [*b"ab", *[0] * 126]
+        found = bytes(targets[targets != -100].tolist())
+        assert found == b"".join((line + b"\n")[1:] for line in lines if line)[: None if end else -1]
+        assert samples.__getitems__([7, 0])[0].shape == (2, pieces[[7, 0], 1].max())
 
 
 def voc(root: Path, train_images: int = 12, val_images: int = 5) -> None:
@@ -434,6 +485,20 @@ def test_a_picture_is_evaluated_whole_and_trained_in_squares_out_of_it() -> None
     cuts = [data.Pictures("one", pairs, 40, training=True)[0] for _ in range(20)]
     assert all((image[0] == mask).all() and 255 not in mask for image, mask in cuts), "image and mask alike"
     assert len({(mask == 1).sum().item() for _, mask in cuts}) > 5, "each time another one"
+
+
+def test_padding_counts_neither_in_the_loss_of_the_language_model_nor_in_its_totals() -> None:
+    model = module("language_model", "model")
+    outputs, targets = torch.randn(2, 5, 256), torch.tensor([[1, 2, 3, 4, 5], [6, 7, -100, -100, -100]])
+    each = torch.nn.functional.cross_entropy(outputs[targets >= 0], targets[targets >= 0], reduction="none")
+    loss = model.compute_loss(outputs, targets, None)
+    assert len(each) == model.loss_terms(outputs, targets) == 7
+    assert torch.allclose(loss, each.mean())
+    totals = model.batch_totals(loss, outputs, targets)
+    assert totals["loss"].item() == pytest.approx(each.sum().item()) and totals["count"] == 7
+    nothing = torch.full((2, 5), -100)
+    totals = model.batch_totals(model.compute_loss(outputs, nothing, None), outputs, nothing)
+    assert totals["loss"] == 0 and totals["count"] == 0, "0 / 0 would end the run"
 
 
 def test_a_character_is_predicted_from_those_before_it() -> None:

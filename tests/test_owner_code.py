@@ -716,7 +716,6 @@ class MeanTeacher(nn.Module):
         super().__init__()
         self.student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), nn.BatchNorm1d(10))
         self.teacher = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10), nn.BatchNorm1d(10)).requires_grad_(False)
-        self.seen = torch.zeros(())
 
     def train(self, mode: bool = True) -> MeanTeacher:
         super().train(mode)
@@ -727,11 +726,9 @@ class MeanTeacher(nn.Module):
         outputs = self.student(images)
         if self.training:
             with torch.no_grad():
-                for mine, theirs in zip(
-                    self.teacher.state_dict().values(), self.student.state_dict().values(), strict=True
-                ):
+                for name, mine in self.teacher.state_dict().items():
+                    theirs = self.student.state_dict()[name]
                     mine.copy_(mine.lerp(theirs, 0.5) if mine.is_floating_point() else theirs)
-            self.seen = self.teacher(torch.ones_like(images[:1])).sum()
             outputs = outputs + 0.1 * self.teacher(images)
         return outputs
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outputs import lines
-from project_runs import python, train_in
+import torch
+from outputs import lines, newest, weights_and_momentum
+from project_runs import TESTS, python, train_in
 from template_copy import shrink
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp.checkpoint import storage
 
 pytestmark = pytest.mark.slow
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
@@ -41,7 +44,10 @@ def project_with(folder: Path, *changes: tuple[str, str]) -> Path:
     """A copy of the project with these edits."""
     hidden = shutil.ignore_patterns(".*_cache", "__pycache__", "runs", "tests")
     project = Path(shutil.copytree(TEMPLATE, folder / "project", ignore=hidden))
-    shrink(project, train=256, val=64, test=64)
+    return apply(shrink(project, train=256, val=64, test=64), *changes)
+
+
+def apply(project: Path, *changes: tuple[str, str]) -> Path:
     for file, edit in changes:
         path = project / file
         path.write_text(applied(path.read_text(), edit))
@@ -55,6 +61,50 @@ SHARED += ["--log-every", 4, "--output-dir", "runs/x"]
 def run(project: Path, processes: int, *options: Any, **variables: str) -> str:
     (output,) = train_in(project, [processes, *SHARED, *options], **variables)
     return output
+
+
+def assert_resumes(project: Path, *options: Any) -> None:
+    """A run of two processes, and one that is interrupted in the second epoch, end the same bit for bit."""
+    whole = [2, *SHARED, "--batch-size", 16, "--epochs", 2, *options]
+    part = [*whole, "--output-dir", "runs/y"]
+    _, _, output = train_in(project, whole, [*part, "--max-steps", 11], part)
+    assert "resuming from" in output
+    runs = [project / "runs/x", project / "runs/y"]
+    assert weights_and_momentum(runs[0]) == weights_and_momentum(runs[1])
+    for split in ("train_epoch", "val", "test"):
+        assert lines(runs[0], split)[-1] == lines(runs[1], split)[-1]
+
+
+REHEARSAL = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [".", sys.argv[1]]
+import rehearse
+from config import Config
+from processes import fork
+found = rehearse.checks(Config.parse(sys.argv[2:]), 2, Path("rehearsal").resolve(), fork)
+print(json.dumps({name: each for name, each, _ in found}))
+"""
+
+
+def rehearsed(project: Path, *options: Any) -> list[str]:
+    """All that rehearse.py finds with two processes."""
+    words = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--lr", 0.1, *options]
+    found = json.loads(python(project, "-c", REHEARSAL, TESTS, *words).splitlines()[-1])
+    assert len(found) == 5
+    return [each for check in found.values() for each in check]
+
+
+def distance(project: Path, *names: str) -> float:
+    """The largest difference of a weight between the last checkpoints of two runs."""
+    first, second = (storage.read(newest(project / "runs" / name))["model"] for name in names)
+    return max((weight - second[name]).abs().max().item() for name, weight in first.items())
+
+
+NORMALISED = """
+-        self.fc2 = nn.Linear(120, 84)
++        self.fc2 = nn.Sequential(nn.Linear(120, 84), nn.BatchNorm1d(84), nn.Dropout(0.1))
+""".lstrip()
 
 
 def test_weights_and_biases(tmp_path: Path) -> None:
@@ -129,6 +179,228 @@ def test_a_schedule(tmp_path: Path) -> None:
     assert [line["lr"] for line in lines(project / "runs/x", "train")] == pytest.approx([0.03, 0.003, 0.0003])
 
 
+def test_the_mean_over_all_tokens(tmp_path: Path) -> None:
+    """Of seven samples six have no label. A global batch may be divided in any way, also into parts without a label."""
+    place = "         parts[part] = ImagesInMemory(images, targets, classes, transforms)\n"
+    unlabelled = "+        targets = targets.where(torch.rand(length, generator=generator) < 0.15, -100)\n"
+    project = project_with(tmp_path, *edits("The mean over all tokens"), ("data.py", unlabelled + place))
+    ways = {"x": (1, 16, 1), "y": (2, 2, 4), "z": (2, 8, 1)}
+    given = [[n, *SHARED, "--batch-size", b, "--grad-accum-steps", k] for n, b, k in ways.values()]
+    train_in(project, *([*each, "--output-dir", f"runs/{name}"] for name, each in zip(ways, given, strict=True)))
+    for name in ("y", "z"):
+        assert distance(project, "x", name) < 1e-5
+        for one, other in zip(lines(project / "runs/x"), lines(project / f"runs/{name}"), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-5) and one["accuracy"] == other["accuracy"]
+
+
+def test_sam(tmp_path: Path) -> None:
+    """A step of two processes is that of the formula; and a run resumes, with BatchNorm and dropout."""
+    project = project_with(tmp_path, *edits("SAM"))
+    exact = ["--momentum", 0, "--weight-decay", 0, "--lr", 0.5, "--lr-schedule", "constant", "--max-steps", 1]
+    run(project, 2, *exact, "--output-dir", "runs/one-step", "--grad-accum-steps", 2)
+    (path,) = (project / "runs/one-step/checkpoints").glob("*.pt")
+    output = python(project, "-c", SAM_BY_HAND, TESTS, path)
+    assert float(output) < 1e-6
+    apply(project, ("model.py", NORMALISED), ("model.py", DRAWS))
+    assert_resumes(project)
+    saved = storage.read(newest(project / "runs/x"))["model"]
+    assert saved["fc2.1.num_batches_tracked"] == 16, "the second pass does not count"
+    assert saved["draws"][0] == saved["draws"][1] > 0, "both passes draw the same numbers"
+
+
+DRAWS = """
+         self.fc3 = nn.Linear(84, classes)
++        self.register_buffer("draws", torch.zeros(2))
+@@
+         x = x.flatten(1)
++        if self.training:
++            self.draws.copy_(torch.stack([torch.rand(()), self.draws[0]]))
+""".lstrip()
+
+
+SAM_BY_HAND = """
+import sys
+sys.path[:0] = [".", sys.argv[1]]
+import torch
+import main, model
+from config import Config
+from data import load_datasets
+from processes import on_ranks
+
+def step(ctx):
+    config = Config.parse(["--dataset=synthetic", "--batch-size=128"])
+    train_set = load_datasets(config).train
+    torch.manual_seed(0)
+    net = model.build_model(config, train_set)
+    ((inputs, targets),) = next(main.TrainLoader(train_set, config, ctx).steps(0))
+    weights = list(net.parameters())
+    before = [weight.detach().clone() for weight in weights]
+    for rho in (0.05, 0):
+        gradients = torch.autograd.grad(model.compute_loss(net(inputs), targets, config), weights)
+        norm = sum(each.square().sum() for each in gradients).sqrt()
+        with torch.no_grad():
+            for weight, value, gradient in zip(weights, before, gradients):
+                weight.copy_(value + rho * gradient / norm if rho else value - 0.5 * gradient)
+    return net.state_dict()
+
+(expected,) = on_ranks(1, step, "--device=cpu")
+found = torch.load(sys.argv[2], weights_only=True)["model"]
+print(max((found[name] - weight).abs().max().item() for name, weight in expected.items()))
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_muon_with_adamw(tmp_path: Path) -> None:
+    """Both parts are saved, and both follow the schedule after a resume."""
+    project = project_with(tmp_path, *edits("Muon with AdamW"))
+    assert_resumes(project)
+    muon, adamw = storage.read(newest(project / "runs/y"))["optimizer"].values()
+    assert len(muon["state"]) == 2 and len(adamw["state"]) == 8
+    rates = [part["param_groups"][0]["lr"] for part in (muon, adamw)]
+    assert rates[0] == pytest.approx(10 * rates[1]) and rates[0] < 0.001
+
+
+def test_lora(tmp_path: Path) -> None:
+    """The first outputs are those of the base. A checkpoint holds the adapters alone, which is enough to go on."""
+    project = project_with(tmp_path)
+    run(project, 1, "--output-dir", "runs/base")
+    shutil.copy(project / "runs/base/best.pt", project / "base.pt")
+    apply(project, *edits("LoRA"))
+    run(project, 2, "--lr", 1e-9, "--max-steps", 1, "--output-dir", "runs/first")
+    before, after = (lines(project / f"runs/{name}", "test")[0]["loss"] for name in ("base", "first"))
+    assert after == pytest.approx(before, abs=1e-6)
+    assert_resumes(project, "--ema", 0.9)
+    saved = storage.read(newest(project / "runs/y"))
+    names = {f"fc{number}.{part}.weight" for number in (1, 2, 3) for part in ("up", "down")}
+    assert set(saved["model"]) == set(saved["ema"]) == names
+    output = run(project, 1, "--max-steps", 1, "--init-from", "runs/y/best.pt", "--output-dir", "runs/z")
+    assert "weights from runs/y/best.pt: 6 of 6" in output
+    hook = (
+        "-    model.register_state_dict_post_hook(leave_out)\n",
+        "-    model.register_load_state_dict_pre_hook(fill_in)\n",
+    )
+    apply(project, *(("model.py", each) for each in hook))
+    output = run(project, 1, "--max-steps", 1, "--init-from", "runs/y/best.pt", "--output-dir", "runs/w")
+    assert "weights from runs/y/best.pt: 6 of 16" in output
+    load = '-    model.load_state_dict(torch.load("base.pt", weights_only=True)["model"])  # best.pt of another run\n'
+    apply(project, ("model.py", load))
+    given = [1, *SHARED, "--max-steps", 1, "--init-from", "runs/y/best.pt", "--output-dir", "runs/v"]
+    (output,) = train_in(project, given, code=4)
+    assert "frozen, and not in the file, so random" in output
+
+
+EXTRA_STATE = """
+         self.fc3 = nn.Linear(84, classes)
++        self.seen = {"batches": 0}
+@@
++    def get_extra_state(self) -> Any:
++        return self.seen
++
++    def set_extra_state(self, state: Any) -> None:
++        self.seen = state
++
+     def forward(self, images: Tensor) -> Tensor:
+@@
+         if self.training:
++            self.seen["batches"] += 1
+@@
+-        return x - center
++        return (x - center) * (1 + 0.01 * self.seen["batches"])
+""".lstrip()
+
+
+def test_a_queue(tmp_path: Path) -> None:
+    """And a dictionary as extra state."""
+    project = project_with(tmp_path, *edits("A queue"), ("model.py", EXTRA_STATE))
+    assert rehearsed(project, "--ema", 0.9) == []
+    saved = storage.read(newest(project / "rehearsal/killed"))
+    for part in ("model", "ema"):
+        assert saved[part]["_extra_state"] == {"batches": 16} and saved[part]["queue"].count_nonzero() == 2560
+
+
+def test_a_mean_teacher(tmp_path: Path) -> None:
+    """With BatchNorm, whose statistics differ between the ranks until they are copied."""
+    project = project_with(tmp_path, *edits("A mean teacher"), ("model.py", NORMALISED))
+    assert rehearsed(project) == []
+    saved = storage.read(newest(project / "rehearsal/killed"))["model"]
+    assert saved["teacher.n_averaged"] == 16
+    assert not torch.equal(saved["teacher.module.fc1.weight"], saved["student.fc1.weight"])
+    counts = [saved[f"{part}.fc2.1.num_batches_tracked"] for part in ("student", "teacher.module")]
+    assert counts == [16, 15], "the teacher's BatchNorm counts no batch of its own: it is in evaluation mode"
+
+
+ORDER = """
+import json, sys
+sys.path[:0] = ["."]
+from config import Config
+from data import load_datasets
+found = load_datasets(Config.parse(["--dataset=synthetic"]))
+orders = [found.sampler.indices(epoch, 0, found.sampler.length(epoch)) for epoch in (0, 1)]
+values = found.train.targets, found.train.images.float().mean((1, 2, 3))
+print(json.dumps([[order.tolist() for order in orders], *(each.tolist() for each in values)]))
+"""
+
+
+def test_weighted_sampling(tmp_path: Path) -> None:
+    """Half of the samples are of class 0, but a tenth of those that are drawn."""
+    rare = "-(0, 10, (length,), generator=generator)\n"
+    rare += "+(0, 10, (length,), generator=generator) * torch.randint(0, 2, (length,), generator=generator)\n"
+    project = project_with(tmp_path, *edits("Weighted sampling"), ("data.py", rare))
+    orders, targets, _ = json.loads(python(project, "-c", ORDER))
+    assert targets.count(0) > 128 and orders[0] != orders[1]
+    for order in orders:
+        drawn = [targets[sample] for sample in order]
+        assert all(10 < drawn.count(number) < 45 for number in range(10))
+    assert_resumes(project)
+
+
+def test_batches_of_similar_length(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("Batches of similar length"))
+    orders, _, lengths = json.loads(python(project, "-c", ORDER))
+    assert orders[0] != orders[1] and all(sorted(order) == list(range(256)) for order in orders)
+    for order in torch.tensor(orders):
+        groups = torch.tensor(lengths)[order].view(4, 64)
+        assert groups.std(1).mean() < 0.5 * groups.std(), "a group has samples of similar length"
+    assert_resumes(project)
+
+
+def test_a_contrastive_loss_with_negatives_of_all_ranks(tmp_path: Path) -> None:
+    """Two processes train as one with the whole batch does. Of the three batches of an evaluation, they get 2 and 1."""
+    project = project_with(tmp_path, *edits("A contrastive loss with negatives of all ranks"))
+    given = [*SHARED, "--eval-batch-size", 24, "--lr", 0.1]
+    train_in(project, [1, *given], [2, *given, "--batch-size", 16, "--output-dir", "runs/y"])
+    assert distance(project, "x", "y") < 1e-5
+    for one, other in zip(*(lines(project / f"runs/{name}") for name in "xy"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+BRIGHTER = """
++class Brighter(ImagesInMemory):
++    share = 1.0
++
++    def set_epoch(self, epoch: int) -> None:
++        self.share = (1 + epoch) / 4
++
++    def prepare(self, batch: Any) -> Any:
++        inputs, targets = super().prepare(batch)
++        return self.share * inputs, targets
++
++
+ def synthetic(config: Config) -> Datasets:
+@@
+-        parts[part] = ImagesInMemory(images, targets, classes, transforms)
++        parts[part] = Brighter(images, targets, classes, transforms)
+""".lstrip()
+
+
+def test_a_curriculum_by_epoch(tmp_path: Path) -> None:
+    """By a sampler, and by set_epoch of a dataset."""
+    project = project_with(tmp_path, *edits("A curriculum by epoch"), ("data.py", BRIGHTER))
+    assert_resumes(project, "--epochs", 4, "--log-every", 1)
+    epochs = [line["epoch"] for line in lines(project / "runs/x", "train")]
+    assert epochs == [1] * 2 + [2] * 4 + [3] * 6 + [4] * 8
+
+
 def test_without_an_edit(tmp_path: Path) -> None:
     """The average of the weights, and the profile."""
     for title in ("An average of the weights", "A profile"):
@@ -161,6 +433,8 @@ def test_every_recipe_is_tried_and_none_is_long() -> None:
     for title, (file, words) in elsewhere.items():
         assert title in SECTIONS and words in Path(__file__).with_name(file).read_text(), title
     assert {title for title in SECTIONS if f'"{title}"' not in source} <= set(elsewhere)
+    # What these add has no shorter form: two passes, two optimizers, hooks of a checkpoint, and an order of its own.
+    limits = {"SAM": 40, "Muon with AdamW": 40, "LoRA": 40, "Batches of similar length": 40}
     for title, text in SECTIONS.items():
         for block in re.findall(r"^```\S+.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= 15, title
+            assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= limits.get(title, 15), title

@@ -33,9 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import model as model_file
 from benchmark_report import (
     DATA,
     NO_SYNC,
+    NO_TERMS,
     ONE,
     PARALLEL,
     STRONG,
@@ -60,7 +62,7 @@ from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run, run_and_exit
-from ddp.training.wrapping import accumulate, autocast, check_model, choose_algorithms, model_name, wrap_model
+from ddp.training.wrapping import LossMean, accumulate, autocast, check_model, choose_algorithms, model_name, wrap_model
 from model import build_model, build_optimizer, compute_loss, forward
 
 MAX_ON_CPU = 8  # processes, unless --nproc asks for more
@@ -83,9 +85,10 @@ class Task:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
         self.segmentation = self.architecture.startswith(SEGMENTATION)
-        self.train_set = None
+        self.train_set = self.sampler = None
         if not self.segmentation:
-            self.train_set = check_datasets(load_datasets(config), config).train
+            datasets = check_datasets(load_datasets(config), config)
+            self.train_set, self.sampler = datasets.train, datasets.sampler
         seed_everything(config.seed)
         self.model = self._build()  # on the CPU; the same on every rank
         self.image: torch.Size | None = None  # height and width of the inputs, if they are images
@@ -122,17 +125,18 @@ class Task:
             b, size = self.config.batch_size, self.image_size
             images = torch.randn(b, 3, size, size, device=ctx.device).to(memory_format=self.memory_format)
             yield from itertools.repeat((images, torch.randint(21, (b, size, size), device=ctx.device)))
-        loader = TrainLoader(self.train_set, self.config, ctx)  # type: ignore[arg-type]
+        loader = TrainLoader(self.train_set, self.config, ctx, self.sampler)
         for epoch in itertools.count():
             for step in loader.steps(epoch):
                 yield from step
 
 
 class Trainer:
-    """One optimizer step of main.py, on `trained`: a model, or its wrapper."""
+    """One optimizer step of main.py, on `trained`: a model, or its wrapper. terms: with loss_terms of model.py."""
 
-    def __init__(self, task: Task, ctx: DistContext, wrapper: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, task: Task, ctx: DistContext, wrapper: Callable[[nn.Module], Any], terms: bool = True) -> None:
         self.task, self.config, self.ctx = task, task.config, ctx
+        self.mean_of = model_file if terms and not task.segmentation else None
         model = copy.deepcopy(task.model).to(ctx.device).train()
         self.trained = wrapper(model)
         self.optimizer = build_optimizer(model, replace(self.config, lr=1e-6))  # small: the weights must stay finite
@@ -140,10 +144,13 @@ class Trainer:
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:
         inputs, targets = batch
+        mean = LossMean(self.mean_of, self.config, self.ctx)
         with accumulate(self.trained, last=all_reduce):
             with autocast(self.config, self.ctx):
-                loss = self.task.loss(self.task.forward(self.trained, inputs, targets), targets)
-            self.scaler.scale(loss).backward()
+                outputs = self.task.forward(self.trained, inputs, targets)
+                loss = self.task.loss(outputs, targets)
+            self.scaler.scale(mean.weigh(loss, outputs, targets)).backward()
+        mean.finish(self.trained)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -225,6 +232,9 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     trainer = Trainer(task, ctx, lambda model: wrap_model(model, config, ctx))
     yield row(WEAK, trainer.speed(itertools.repeat(resident), seconds))
     yield row(NO_SYNC, trainer.speed(itertools.repeat(resident), seconds, all_reduce=False))
+    if hasattr(model_file, "loss_terms") and not task.segmentation:
+        plain = Trainer(task, ctx, lambda model: wrap_model(model, config, ctx), terms=False)
+        yield row(NO_TERMS, plain.speed(itertools.repeat(resident), seconds))
     if not task.segmentation:
         yield row(DATA, trainer.speed(batches, seconds))
     share = config.batch_size // world_size

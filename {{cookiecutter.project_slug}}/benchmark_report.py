@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp.core.errors import plural
 
 ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
-NO_SYNC, DATA = "without all-reduce", "with real data"
+NO_SYNC, NO_TERMS, DATA = "without all-reduce", "without loss_terms", "with real data"
 MAX_SPREAD, MAX_EFFICIENCY = 0.3, 1.15  # above that, other programs disturbed the measurement
 
 
@@ -57,7 +57,7 @@ def table(lines: Sequence[Line]) -> str:
     """Samples/s, speed-up and efficiency of each line."""
     text_lines = [f"{'':<28}{'batch each':>10}{'samples/s':>12}{'spread':>9}{'speed-up':>11}{'efficiency':>12}"]
     for line in lines:
-        if line.kind in (NO_SYNC, DATA):
+        if line.kind in (NO_SYNC, NO_TERMS, DATA):
             continue
         spread = (line.max - line.min) / line.samples_per_s
         text = f"{_who(line):<28}{line.batch:>10}{line.samples_per_s:>12,.0f}{spread:>9.0%}"
@@ -80,6 +80,7 @@ def breakdown(lines: Sequence[Line]) -> str:
     """Where the time of a DDP step goes, for each number of processes.
 
     communication: how much longer a step takes than without all-reduce. data: how much longer it takes on real batches.
+    loss_terms: how much longer it takes than without, if model.py defines it.
     """
     text_lines = []
     for processes in sorted({line.processes for line in lines if line.kind == WEAK}):
@@ -96,6 +97,8 @@ def breakdown(lines: Sequence[Line]) -> str:
             parts["compute"] = 1 - sum(part for name, part in parts.items() if name != "compute")
         shown = "  ".join(f"{name} {part:>4.0%}" for name, part in parts.items())
         largest = max(parts, key=parts.__getitem__)
+        if NO_TERMS in speeds:
+            largest += f"   (loss_terms of model.py: {1 - speeds[WEAK] / speeds[NO_TERMS]:.1%} of the step)"
         text_lines.append(f"{plural(processes, 'process', 'es'):<14}{shown}   limited by {largest}")
     return "\n".join(text_lines)
 

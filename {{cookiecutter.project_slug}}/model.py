@@ -58,7 +58,8 @@ def forward(model: nn.Module, inputs: Any, targets: Any) -> Any:
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation.
 
-    Label smoothing, for example, belongs to training alone: use it only if torch.is_grad_enabled().
+    Smooth labels, and call collectives, only if torch.is_grad_enabled(): evaluating ranks have different batches.
+    If the loss is a mean over a varying number of terms, such as tokens, define loss_terms: see docs/concepts.md.
     """
     return F.cross_entropy(outputs, targets)
 

@@ -26,14 +26,14 @@ import main as project
 from config import Config
 from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.core.errors import ExitCode, UserError, plural
-from ddp.data.loader import EvalLoader, Shuffled, TrainLoader
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.sampler import Shuffled
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
-STEPS = 8  # of an epoch, and batches of an evaluation, at most
-SAVED_EVERY = 3  # steps
+STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
 KEEP = [
     "state that no checkpoint holds: let it be a buffer of the model, a part of the optimizer's state_dict(), or",
     "  a field of Training in main.py that has state_dict() and load_state_dict()",
@@ -58,11 +58,11 @@ def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
 
     def limit_train(loader: Any, *arguments: Any) -> None:
         init_train(loader, *arguments)
-        length, limit = loader.sampler.length, STEPS * loader.global_batch
+        order, length, limit = loader.order, loader.sampler.length, STEPS * loader.global_batch
         loader.sampler.length = lambda epoch: min(length(epoch), limit)
-        if isinstance(loader.order, Shuffled):  # the same samples in each epoch, from all parts of the data
-            few = Shuffled(min(limit, loader.length), loader.order.seed)
-            loader.order.indices = lambda *where: few.indices(*where) * (loader.length // few.samples)
+        if type(order) is Shuffled:  # the same samples in each epoch, from all parts of the data
+            few = Shuffled(min(limit, loader.length), order.seed)
+            vars(order)["indices"] = lambda *where: few.indices(*where) * (loader.length // few.samples)
 
     def limit_eval(loader: Any, *arguments: Any) -> None:
         init_eval(loader, *arguments)
@@ -85,7 +85,7 @@ def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
     def write_metrics(run: Any, metrics: Any, loader: Any) -> None:
         run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics))
 
-    changed = [(TrainLoader, "__init__", limit_train), (EvalLoader, "__init__", limit_eval)]
+    changed: list[Any] = [(TrainLoader, "__init__", limit_train), (EvalLoader, "__init__", limit_eval)]
     changed += [(Run, "resume", resume_and_write_names), (Run, "advance", advance_and_die)]
     for kind, name, function in [*changed, *[(Run, "log_eval", write_metrics)] * config.evaluate]:
         setattr(kind, name, function)
@@ -139,11 +139,10 @@ def rehearse() -> int:
         first_metric = next((each for each in found[1:] if each.startswith("metrics")), None)
         for line in [*found[:1], first_metric, "usual causes:", *causes] if found else ():
             print(f"        {line}" if line else "", flush=True)
-    if failed:
-        print(f"\nnot exact; what the runs printed and wrote is in {folder}")
-    else:
+    if not failed:
         shutil.rmtree(folder)
-        print("\nexact: a run of this project resumes and evaluates as if it was never interrupted")
+    exact = "exact: a run of this project resumes and evaluates as if it was never interrupted"
+    print(f"\nnot exact; what the runs printed and wrote is in {folder}" if failed else f"\n{exact}")
     return int(failed)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp.data.dataset import IGNORED_LABEL
+
 WIDTH, HEADS, LAYERS, DROPOUT = 128, 4, 3, 0.1
 
 
@@ -63,12 +65,21 @@ def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
 
 def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of the next character, in nats. outputs [b, t, characters], targets [b, t] -> []."""
-    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def loss_terms(outputs: Tensor, targets: Tensor) -> Tensor:
+    """How many terms the loss of a batch is a mean of: its characters that are not padding.
+
+    main.py weights the loss of each process and pass with it. So a step has the mean of its whole global batch.
+    """
+    return (targets != IGNORED_LABEL).count_nonzero()
 
 
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Sums over the characters of a batch, which are added up over batches and ranks."""
-    return {"loss": loss.detach() * targets.numel(), "count": targets.numel()}
+    terms = loss_terms(outputs, targets)
+    return {"loss": torch.where(terms > 0, loss.detach(), 0) * terms, "count": terms}  # without terms, loss is 0 / 0
 
 
 def compute_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:

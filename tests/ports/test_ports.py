@@ -1,7 +1,7 @@
 """Other people's programs, as the task of a rendered project: each folder here holds the files that its user writes.
 
-The project's own tests, which run here too, kill a run in the middle of an epoch and compare every tensor of the
-resumed run, and evaluate with 1, 2 and 3 processes. `make ports` installs the packages that some need.
+The project's own tests, which run here too, rehearse: they kill a run in the middle of an epoch, compare every tensor
+of the resumed run, and evaluate with 1, 2 and 3 processes. `make ports` installs the packages that some need.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from project_runs import python
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PORTS = {path.parent.name: path.parent for path in sorted(HERE.glob("*/model.py"))}
-PORTS["gan"] = REPOSITORY / "examples/gan"  # the only one with a main.py of its own
+PORTS["gan"] = REPOSITORY / "examples/gan"  # with a main.py of its own, as sam
+PORTS["language_model"] = REPOSITORY / "examples/language_model"
 # One more test of each project.
 QUIET = """
 
 def test_it_prints_nothing_unusual(tmp_path):
-    output = train(2, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path)
-    assert "done in" in output and "warning" not in output
+    for world_size in (1, 2):
+        output = train(world_size, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path / str(world_size))
+        assert "done in" in output and "warning" not in output
 """
+# The loss of MoCo rises while its queue fills with harder negatives: the messages of these tests say to delete them.
+NOT_FOR = {"moco_v2": "the_loss_falls or overfit_one_batch"}
 NEEDS = {"timm_vit": "timm", "transformers_bert": "transformers"}
 
 
@@ -40,7 +44,8 @@ def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Pat
         shutil.copy(file, project)
     (project / "tests/test_toy_model.py").unlink()
     # The other tests do not depend on the task; nor do the signal that ends a run, and the start by launch_node.sh.
-    tests = ["tests", "-k", "not launch_node"] if port == "gan" else ["tests/test_project.py", "-k", "not for_bit[15]"]
+    left_out = f"not ({NOT_FOR.get(port, '')} or a_stopped_run)".replace("( or ", "(")
+    tests = ["tests", "-k", "not launch_node"] if port == "gan" else ["tests/test_project.py", "-k", left_out]
     with (project / "tests/test_project.py").open("a") as file:
         file.write(QUIET)
     tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)

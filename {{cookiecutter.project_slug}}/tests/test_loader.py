@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.data.loader import EvalLoader, ResumableSampler, Shuffled, TrainLoader
+from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 

@@ -94,7 +94,8 @@ def test_order_and_samples_depend_only_on_seed_and_epoch() -> None:
     def samples_of(ctx: DistContext) -> list[list[tuple[int, str]]]:
         """The indices of some samples in epochs 0 and 1, and the digest of each sample, read alone."""
         config = Config.parse([*OPTIONS, "--batch-size", str(16 // ctx.world_size)])
-        loader = TrainLoader(data.load_datasets(config).train, config, ctx)
+        datasets = data.load_datasets(config)
+        loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         found = []
         for epoch in (0, 1):
             loader.sampler.start_at(epoch, samples_consumed=32)

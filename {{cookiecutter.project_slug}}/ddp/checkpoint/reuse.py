@@ -104,8 +104,8 @@ def init_weights(
     # Rank 0's option counts: the others may have another path.
     source = ctx.on_main(lambda: None if CheckpointDirectory(config).paths() else config.init_from)
     if source is not None:
-        missing = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
-        _refuse_random_constants(model, missing, build, config)
+        loaded = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
+        _refuse_random_constants(model, loaded, build, config)
 
 
 def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:
-    """Load what fits, log what does not, and return the names that the model has in addition.
+    """Load what fits, log what does not, and return the names of what was loaded.
 
     Raises CheckpointError if nothing fits.
     """
@@ -166,12 +166,13 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
             log.info(f"  {title}: {first_few(names)}")
     if len(fitting) < len(own) / 2:
         log.warning(f"warning: most weights of this model are not from {source}: is that another model?")
-    return [name for name in own if name not in fitting]
+    return list(fitting)
 
 
-def _refuse_random_constants(model: torch.nn.Module, missing: list[str], build: Any, config: RunConfig) -> None:
+def _refuse_random_constants(model: torch.nn.Module, loaded: list[str], build: Any, config: RunConfig) -> None:
     """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad and name in missing}
+    unknown = {name: weight for name, weight in model.named_parameters() if name not in loaded}
+    frozen = {name: weight for name, weight in unknown.items() if not weight.requires_grad}
     others: dict[str, Tensor] = {}
     if frozen and build is not None:
         with keep_random_state():

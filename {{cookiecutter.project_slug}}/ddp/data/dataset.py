@@ -154,8 +154,9 @@ def hooks_of(dataset: Any) -> BatchDataset:
     Raises UsageError if another class defines a hook: it would be ignored.
     """
     for each in _with_wrapped(dataset):
-        if ignored := [name for name in ("sampler", "batch_sampler") if hasattr(each, name)]:
-            raise UsageError(f"{type(each).__name__}.{ignored[0]} would be ignored: {SAMPLER_REMEDY}")
+        for name in ("sampler", "batch_sampler"):
+            if hasattr(each, name):
+                raise UsageError(f"{type(each).__name__}.{name} would be ignored: {SAMPLER_REMEDY}")
         if isinstance(each, BatchDataset):
             return each
         if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):
