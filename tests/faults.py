@@ -76,7 +76,8 @@ IN_PROJECT = {
         17,
         18,
     ),
-    "test_project.py::test_a_killed_or_stopped_run_resumes_bit_for_bit": (1, 9),
+    "test_project.py::test_a_rehearsal_finds_nothing": (1,),
+    "test_project.py::test_a_stopped_run_resumes_bit_for_bit": (9,),
     "test_start.py::test_a_bad_option_is_refused_with_what_is_allowed": (33,),
     "test_start.py::test_an_incomplete_environment_of_a_launcher_is_refused_with_what_is_missing": (32,),
 }

@@ -305,7 +305,6 @@ ELSEWHERE = {
     "ruff check . && ruff format --check .": "test_generator",
     "torchrun --standalone --nproc-per-node 2 try.py": "above, with the variables of torchrun",
     "python main.py --nproc 2 --dataset synthetic --output-dir runs/two": "test_launch",
-    "python main.py --nproc 2 --dataset synthetic --output-dir runs/mine": "test_launch",
     "python main.py --nproc 2 --dataset synthetic --max-steps 20 --output-dir runs/try": "test_launch",
     "./launch_node.sh --nproc-per-node 4 -- --epochs 90": "test_launch",
     "torchrun --nproc-per-node 8 main.py": "test_launch",
@@ -342,6 +341,10 @@ ELSEWHERE = {
     "srun python main.py": "test_slurm",
     "scancel --batch --signal=TERM JOB": "test_slurm",
     "scancel JOB": "test_slurm",
+    "python rehearse.py": "test_rehearse",
+    "python rehearse.py -- OPTIONS": "test_rehearse",
+    "python rehearse.py -- OPTIONS of main.py": "test_rehearse",
+    "python rehearse.py -- --dataset synthetic": "test_rehearse",
 }
 NOT_HERE = (
     "docker ",

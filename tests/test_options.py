@@ -163,6 +163,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 # For each option, a value that is not its default; None for an option without a value.
 VALUES: dict[str, str | None] = {
     **dict(dataset="synthetic", data_dir="some_where/in_here", batch_size="7", workers="3", image_size="48"),
+    **dict(eval_batch_size="48"),
     **dict(cache="other_where/in_there", val_fraction="0.2", patience="5", init_from="some_where/best_1.pt"),
     **dict(model="resnet18", epochs="3", max_steps="9", lr="1e-2", momentum="0.5", weight_decay="0", clip_grad="2.5"),
     **dict(ema="0.99"),
@@ -258,6 +259,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--batch-size 0", ["--batch-size", "'0'", "must be an integer >= 1"]),
     ("--batch-size 1.5", ["--batch-size", "'1.5'", "must be an integer >= 1"]),
     ("--batch_size -8", ["--batch-size", "'-8'", "must be an integer >= 1"]),
+    ("--eval-batch-size 0", ["--eval-batch-size", "'0'", "must be an integer >= 1"]),
     ("--batch-size many", ["--batch-size", "'many'", "must be an integer >= 1"]),
     ("--workers -1", ["--workers", "'-1'", "must be an integer >= 0"]),
     ("--image-size 4", ["--image-size", "'4'", "must be an integer >= 8"]),
@@ -559,6 +561,24 @@ def test_the_batch_size_is_per_process_and_the_global_batch_is_printed(tmp_path:
     outcome = run(tmp_path, "--batch-size", 20, "--epochs", 1, world_size=2)
     assert "global batch 40 = 2 processes x 20; 16 steps per epoch" in outcome.output
     assert outcome.steps() == [16]
+
+
+@shows("eval_batch_size")
+def test_a_loss_that_compares_the_samples_of_a_batch_depends_on_the_size_of_those_of_an_evaluation(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for any number of processes and any --batch-size, and kept for --evaluate."""
+
+    def spread(outputs: Tensor, targets: Tensor, config: Config) -> Tensor:
+        assert torch.is_grad_enabled() or len(targets) <= 10
+        return F.cross_entropy(outputs, targets) + (outputs - outputs.mean(0)).square().mean()
+
+    monkeypatch.setattr(main.task, "compute_loss", spread)
+    outcome = run(tmp_path, "--epochs", 1, "--batch-size", 20, "--eval-batch-size", 10)
+    loss = outcome.lines("val")[-1]["loss"]
+    for world_size in (1, 2):
+        again = run(tmp_path, "--evaluate", "--batch-size", 40, world_size=world_size)
+        assert f"val    loss {loss:.4f}" in again.output
 
 
 class CountsWorkers(BatchDataset):

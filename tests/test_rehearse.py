@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
     "a generator at module level": (with_model(WithGenerator), EVALUATED, "val loss is "),
     "an optimizer that wraps another": (with_optimizer, [RESUMED], "model: conv1.weight differs by "),
     "state in a sampler": (
-        with_datasets(lambda found: found._replace(sampler=Remembering(len(found.train)))),
+        with_datasets(lambda found: replace(found, sampler=Remembering(len(found.train)))),
         [RESUMED],
         "model: conv1.weight differs by ",
     ),

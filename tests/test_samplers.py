@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_a_run_with_epochs_of_different_lengths_resumes_bit_for_bit(
 
     def load_datasets(config: Config) -> Datasets:
         found = load(config)
-        return found._replace(sampler=Growing(len(found.train), config.seed))
+        return replace(found, sampler=Growing(len(found.train), config.seed))
 
     load = data.load_datasets
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 192, "val": 51})

@@ -38,7 +38,7 @@ SYNTHETIC_SIZES = {"train": 10_000, "val": 2_000, "test": 2_000}
 
 
 def load_datasets(config: Config) -> Datasets:
-    """Training, validation and test set. To add a dataset, add its function here, with its name for --dataset.
+    """Training, validation and test set, and a sampler if you have one. To add a dataset, add its function here.
 
     Every rank calls this before it connects to the others. Raises SetupError if data are missing or cannot be read.
     """

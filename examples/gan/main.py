@@ -4,7 +4,6 @@ Only Training, how it is built, and the step differ from the main.py that comes 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ def main(config: Config, rank_env: RankEnv) -> None:
 
         networks = {"generator": model.generator, "discriminator": model.discriminator}
         for name, network in networks.items():
-            build = partial(lambda name: getattr(task.build_model(config, datasets.train), name), name)
-            init_weights(network, config, ctx, name, build)  # --init-from, in a new run
+            build = lambda name=name: getattr(task.build_model(config, datasets.train), name)  # noqa: E731
+            init_weights(network, config, ctx, name, build)  # --init-from
         model.to(ctx.device)
         ema = None if config.ema is None else ModelEma(model, config.ema)
         # The same weights: train ddp_model; evaluate and save model.

@@ -134,8 +134,7 @@ class CheckpointManager:
             "classes": {name: type(part).__name__ for name, part in self.state.items() if name not in models},
             "global_batch": train_loader.global_batch,
             "samples": train_loader.length,
-            "sampler": type(train_loader.order).__name__,
-            "dataset": describe(train_loader.dataset),
+            "dataset": {**describe(train_loader.dataset), "sampler": type(train_loader.order).__name__},
         }
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
@@ -247,8 +246,9 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
     if not config.evaluate:
         if theirs["samples"] != ours["samples"]:
             found.append(f"training samples were {theirs['samples']:,}, are {ours['samples']:,}")
-        if (before := theirs.get("sampler", "Shuffled")) != ours["sampler"]:  # the default of earlier versions
-            found.append(f"the sampler was {before}, is {ours['sampler']}")
+        sampler, before = (facts.get("dataset", {}).get("sampler", "Shuffled") for facts in (ours, theirs))
+        if sampler != before:
+            found.append(f"the sampler was {before}, is {sampler}")
         if theirs["global_batch"] != ours["global_batch"]:
             options += ["batch_size", "grad_accum_steps"]  # they may change while the global batch stays the same
     models = [name for name in ours["parts"] if name in theirs["parts"] and name not in ours["classes"]]

@@ -1,7 +1,8 @@
 """BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -16,8 +17,9 @@ SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets,
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Datasets(NamedTuple):
-    """What load_datasets returns.
+@dataclass
+class Datasets:
+    """What load_datasets returns. It unpacks to the three sets.
 
     train: the training set. val: the validation set, evaluated after each epoch; it chooses best.pt, so without it
     there is none. test: the test set, evaluated once, at the end of the run, and by --evaluate.
@@ -32,6 +34,9 @@ class Datasets(NamedTuple):
     val: Any = None
     test: Any = None
     sampler: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.train, self.val, self.test)[index]
 
 
 class BatchDataset(Dataset):
@@ -107,7 +112,7 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         raise UsageError(
             f"the sampler that load_datasets returned ({type(found.sampler).__name__}) {lacks}: see docs/data.md"
         )
-    for part, dataset in zip(("training", "validation", "test"), found[:3], strict=True):
+    for part, dataset in zip(("training", "validation", "test"), found, strict=True):
         if dataset is None:
             continue
         if isinstance(dataset, IterableDataset) or not (
