@@ -21,7 +21,7 @@ from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
 from ddp.training.run import check_fit, open_run, prepare
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, wrap_model
+from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
 
 
 @dataclass
@@ -62,7 +62,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         ddp_model = torch.nn.ModuleDict({name: wrap_model(network, config, ctx) for name, network in networks.items()})
         optimizers = [task.build_optimizer(network, config) for network in networks.values()]
         schedules = [Schedule(optimizer, config, train_loader.global_batch) for optimizer in optimizers]
-        scaler = torch.amp.GradScaler(ctx.device.type, enabled=config.precision == "fp16")
+        scaler = grad_scaler(config, ctx)
         training = Training(
             *(model.generator, optimizers[0], schedules[0]),
             *(model.discriminator, optimizers[1], schedules[1]),
@@ -75,19 +75,18 @@ def main(config: Config, rank_env: RankEnv) -> None:
         while not run.finished():  # --epochs, --max-steps or --patience; at once with --evaluate
             ddp_model.train()
             for batches in run.steps():  # seeds the step, and sets the learning rate
-                compute_gradients(ddp_model, training, batches, config, ctx)
-                with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
-                    apply_gradients(training, config)
+                if compute_gradients(ddp_model, training, batches, config, ctx):
+                    with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
+                        apply_gradients(training, config)
                 run.advance()  # counts the step; logs and saves when due
-                # To stop for a reason of your own: run.request_stop("reason"). All ranks save, and exit with 75.
-                if run.should_stop():  # the same answer on all ranks
+                if run.should_stop():  # the same answer on all ranks; run.request_stop("reason") asks for it
                     run.stop()
             run.end_epoch(evaluate(evaluated_model, val_loader, config, ctx), val_loader)
         for loader in run.last_evaluations(val_loader, test_loader):  # the test set, by the weights of best.pt
             run.log_eval(evaluate(evaluated_model, loader, config, ctx), loader)
 
 
-def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: Config, ctx: DistContext) -> None:
+def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: Config, ctx: DistContext) -> bool:
     """A step of the discriminator, then the gradients of the generator. The last pass averages over the ranks."""
     passes, judged = config.grad_accum_steps, ddp_model["discriminator"]
     # New noise: a function of (seed, step, rank). The noise of the data is for evaluations.
@@ -113,6 +112,7 @@ def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: 
                 loss = task.compute_loss(outputs, noise, config)
             backward(loss, training.scaler, passes)
         training.meter.add(task.batch_totals(loss, outputs, noise))
+    return True
 
 
 def apply_gradients(training: Training, config: Config) -> None:

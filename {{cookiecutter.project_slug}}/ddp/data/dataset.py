@@ -35,7 +35,7 @@ class Datasets:
     test: Any = None
     sampler: Any = None
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return (self.train, self.val, self.test)[index]
 
 
@@ -112,7 +112,7 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         raise UsageError(
             f"the sampler that load_datasets returned ({type(found.sampler).__name__}) {lacks}: see docs/data.md"
         )
-    for part, dataset in zip(("training", "validation", "test"), found, strict=True):
+    for part, dataset in zip(("training", "validation", "test"), found[:], strict=True):
         if dataset is None:
             continue
         if isinstance(dataset, IterableDataset) or not (
