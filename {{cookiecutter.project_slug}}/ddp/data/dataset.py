@@ -1,7 +1,7 @@
 """BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Datasets:
     val: Any = None
     test: Any = None
     sampler: Any = None
+
+    _replace = replace  # as a named tuple has it
 
     def __getitem__(self, index: Any) -> Any:
         return (self.train, self.val, self.test)[index]
