@@ -221,6 +221,19 @@ def test_a_frozen_weight_that_the_file_lacks_is_refused_unless_build_model_loads
     assert "base.weight; base.bias" in load(pretrained=True, with_build=False), "nothing shows that they were loaded"
 
 
+def test_a_frozen_weight_may_be_in_the_file_under_the_name_of_one_that_it_is_tied_to(tmp_path: Path) -> None:
+    torch.save({"1.weight": torch.full((4, 4), 3.0)}, tmp_path / "weights.pt")
+
+    def loaded(ctx: DistContext) -> bool:
+        network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+        network[1].weight = network[0].weight
+        config = Config.parse(["--output-dir", str(tmp_path / "run"), "--init-from", str(tmp_path / "weights.pt")])
+        init_weights(network, config, ctx)
+        return bool((network[0].weight == 3).all())
+
+    assert on_ranks(1, loaded) == [True]
+
+
 def test_the_option_of_rank_0_counts(tmp_path: Path) -> None:
     """The path may be another one on each machine, or missing where it is not read."""
     torch.save({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}, tmp_path / "weights.pt")

@@ -221,7 +221,7 @@ def test_without_loss_terms_nothing_is_added_to_a_step(monkeypatch: pytest.Monke
     def collectives(ctx: Any) -> list[int]:
         calls: list[int] = []
         monkeypatch.setattr(type(ctx), "sum", lambda ctx, tensor: calls.append(1) or tensor)
-        monkeypatch.setattr(torch, "_foreach_mul_", lambda *_: calls.append(1))
+        monkeypatch.setattr(Tensor, "mul_", lambda *_: calls.append(1))
         found = []
         for task in (model, object()):
             calls.clear()

@@ -201,6 +201,13 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert found[expected[0]][0].startswith(first)
 
 
+def test_a_metric_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the area under a curve without positives: NaN before and after is no difference."""
+    compute = model.compute_metrics
+    monkeypatch.setattr(model, "compute_metrics", lambda totals: {**compute(totals), "auc": float("nan")})
+    assert not any(rehearsed(tmp_path).values())
+
+
 @pytest.mark.slow
 def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -> None:
     project = shrink(copy_template(tmp_path / "project"), train=320, val=130, test=60)
@@ -216,7 +223,7 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     assert lines[:2] == ["ok      trained two epochs with 2 processes", "FAILED  killed and resumed"]
     assert lines[2].startswith("        model: conv1.weight differs by ")
     assert lines[3].startswith("        metrics.jsonl: train of step 10: loss is ")
-    assert "usual causes:" in output and "let it be a buffer of the model" in output
+    assert "usual causes:" in output and "use a buffer, the optimizer's state_dict(), or a field of Training" in output
     assert "ok      0 and 1 DataLoader workers" in lines
     assert "FAILED  evaluated by 1 new process\n        val loss is " in output
     assert lines[-1] == f"not exact; what the runs printed and wrote is in {folder}"
@@ -226,4 +233,5 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     assert wrong == "error: --batch-size: '0' must be an integer >= 1; see --help\n"
     (project / "model.py").write_text(source.replace("cross_entropy(outputs, targets)", "cross_entropy(outputs, x)"))
     failed = python(project, "rehearse.py", "--", *given, code=1, TMPDIR=str(tmp_path))
-    assert "NameError: name 'x' is not defined" in failed and "Traceback" in failed
+    assert "\nNameError: name 'x' is not defined\n" in failed and "Traceback" in failed
+    assert failed.splitlines()[-1].startswith("error: a run ended with exit code 1; what it printed is in ")

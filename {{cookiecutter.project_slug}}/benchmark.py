@@ -62,7 +62,16 @@ from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run, run_and_exit
-from ddp.training.wrapping import LossMean, accumulate, autocast, check_model, choose_algorithms, model_name, wrap_model
+from ddp.training.wrapping import (
+    LossMean,
+    accumulate,
+    autocast,
+    check_model,
+    choose_algorithms,
+    grad_scaler,
+    model_name,
+    wrap_model,
+)
 from model import build_model, build_optimizer, compute_loss, forward
 
 MAX_ON_CPU = 8  # processes, unless --nproc asks for more
@@ -140,7 +149,7 @@ class Trainer:
         model = copy.deepcopy(task.model).to(ctx.device).train()
         self.trained = wrapper(model)
         self.optimizer = build_optimizer(model, replace(self.config, lr=1e-6))  # small: the weights must stay finite
-        self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=self.config.precision == "fp16")
+        self.scaler = grad_scaler(self.config, ctx)
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:
         inputs, targets = batch

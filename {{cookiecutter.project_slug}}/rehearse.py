@@ -35,8 +35,7 @@ Start = Callable[[Any, Config, int], int]  # runs a main function on a number of
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
 KEEP = [
-    "state that no checkpoint holds: let it be a buffer of the model, a part of the optimizer's state_dict(), or",
-    "  a field of Training in main.py that has state_dict() and load_state_dict()",
+    "state that no checkpoint holds: use a buffer, the optimizer's state_dict(), or a field of Training in main.py",
     "random numbers from a generator of your own: seed it with torch.initial_seed() in each call",
 ]
 RESUME = [
@@ -104,8 +103,8 @@ def checks(config: Config, nproc: int, folder: Path, start: Start = spawn) -> It
             code = start(partial(few_steps, kill), replace(config, output_dir=str(output_dir), **changes), nproc)
         if code != (ExitCode.PEER_LOST if kill else ExitCode.SUCCESS):
             lines = (output_dir / "output").read_text().splitlines()
-            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-            raise UserError("\n".join(errors or lines[-30:]))
+            print("\n".join([line for line in lines if line.startswith("error: ")] or lines[-30:]))
+            raise UserError(f"a run ended with exit code {code}; what it printed is in {output_dir}/output")
         return output_dir
 
     whole = run("whole")
@@ -121,10 +120,11 @@ def checks(config: Config, nproc: int, folder: Path, start: Start = spawn) -> It
     for number in {1, nproc if torch.cuda.is_available() else max(nproc, 2)} if splits else ():
         run("whole", number, evaluate=True, resume=str(checkpoint))
         found = [
-            f"{split} {name} is {value:.6g}, and was {trained[split][name]:.6g} at the end of the training"
+            f"{split} {name} is {value:.6g}, and was {was:.6g} at the end of the training"
             for split in sorted(splits, reverse=True)
             for name, value in json.loads((whole / f"evaluated_{split}").read_text()).items()
-            if not math.isclose(value, trained[split][name], rel_tol=1e-4, abs_tol=1e-6)
+            if str(value) != str(was := trained[split][name])  # both may be NaN
+            and not math.isclose(value, was, rel_tol=1e-4, abs_tol=1e-6)
         ]
         yield f"evaluated by {plural(number, 'new process', 'es')}", found, EVALUATE
 

@@ -171,8 +171,10 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
 
 def _refuse_random_constants(model: torch.nn.Module, loaded: list[str], build: Any, config: RunConfig) -> None:
     """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
-    unknown = {name: weight for name, weight in model.named_parameters() if name not in loaded}
-    frozen = {name: weight for name, weight in unknown.items() if not weight.requires_grad}
+    known = {id(weight) for name, weight in model.named_parameters(remove_duplicate=False) if name in loaded}
+    frozen = {
+        name: weight for name, weight in model.named_parameters() if not (weight.requires_grad or id(weight) in known)
+    }
     others: dict[str, Tensor] = {}
     if frozen and build is not None:
         with keep_random_state():

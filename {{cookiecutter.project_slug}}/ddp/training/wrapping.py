@@ -243,8 +243,9 @@ class LossMean:
             return True
         total = self._sum(self.terms)
         factor = self.expected * self.ctx.world_size * self.passes / (total or 1.0)
-        if factor != 1:
-            torch._foreach_mul_([weight.grad for weight in model.parameters() if weight.grad is not None], factor)
+        for weight in model.parameters() if factor != 1 else ():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
         return total > 0
 
     def _sum(self, terms: float) -> float:
