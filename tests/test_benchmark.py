@@ -213,7 +213,20 @@ def test_the_cost_of_loss_terms_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
         return [row.kind for row in benchmark._round(task, ctx, seconds=0.01)]
 
     assert NO_TERMS not in on_ranks(1, kinds)[0]
-    monkeypatch.setattr(benchmark.model_file, "loss_terms", lambda outputs, targets: 8, raising=False)
+    counted: list[int] = []
+
+    def loss_terms(outputs: Any, targets: Any) -> int:
+        counted.append(len(targets))
+        return len(targets)
+
+    def counts(ctx: DistContext) -> list[int]:
+        task = Task(Config.parse(["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8"]))
+        for terms in (True, False):
+            Trainer(task, ctx, lambda model: model, terms).step(next(task.batches(ctx)))
+        return counted
+
+    monkeypatch.setattr(benchmark.model_file, "loss_terms", loss_terms, raising=False)
+    assert on_ranks(1, counts) == [[8]], "with them, and without"
     assert on_ranks(1, kinds) == [[ONE, WEAK, NO_SYNC, NO_TERMS, DATA]]
 
 

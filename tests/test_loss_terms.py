@@ -56,9 +56,10 @@ class LanguageModel(nn.Module):
 
 
 def mean_of_tokens(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
-    """0 / 0 without a token."""
-    losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.sum() / (targets != PAD).sum()
+    """0 / 0 without a token, in the gradient too."""
+    losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
+    counts = (targets != PAD).flatten()
+    return (losses * counts).sum() / counts.sum()
 
 
 def loss_terms(outputs: Tensor, targets: Tensor) -> Tensor:
