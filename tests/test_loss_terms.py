@@ -22,6 +22,7 @@ from ddp.data.dataset import BatchDataset, Datasets
 from ddp.training.wrapping import LossMean
 from processes import on_ranks, train
 
+pytestmark = pytest.mark.slow
 VOCAB, LONGEST, PAD = 32, 63, -100
 
 
