@@ -112,7 +112,7 @@ def test_the_speed_is_the_samples_of_all_processes_divided_by_the_time_of_their_
 
     def speed(ctx: DistContext) -> float:
         task = Task(Config.parse(["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8"]))
-        trainer = Trainer(task, ctx, lambda model: model)
+        trainer = Trainer(task, ctx, task.config, lambda model: model)
         trainer.trained.register_forward_hook(a_step)
         return trainer.speed(task.batches(ctx), seconds=0.2)
 
@@ -222,7 +222,7 @@ def test_the_cost_of_loss_terms_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     def counts(ctx: DistContext) -> list[int]:
         task = Task(Config.parse(["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8"]))
         for terms in (True, False):
-            Trainer(task, ctx, lambda model: model, terms).step(next(task.batches(ctx)))
+            Trainer(task, ctx, task.config, lambda model: model, terms).step(next(task.batches(ctx)))
         return counted
 
     monkeypatch.setattr(benchmark.model_file, "loss_terms", loss_terms, raising=False)

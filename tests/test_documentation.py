@@ -400,7 +400,7 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "config.py": {"    lr: float = ": f"    {option}\n    lr: float = "},
         "main.py": {
             finished: f"        {loop}\n",
-            "        model.to(ctx.device)\n": f"        model.to(ctx.device)\n        {make}\n",
+            "        ema = None if": f"        {make}\n        ema = None if",
             "    ema: ModelEma | None\n": f"    ema: ModelEma | None\n    {field}\n",
             "task.compute_metrics), ema)": "task.compute_metrics), ema, average)",
             step: f"{step}    training.average.update_parameters(training.model)\n",

@@ -115,7 +115,7 @@ def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Pa
     """Its sentences have different lengths, so without loss_terms the training depends on the division."""
     project = render("language_model", tmp_path)
     source = (project / "model.py").read_text()
-    source, count = re.subn(r"^(WIDTH, .*), 0\.1$", r"\1, 0.0", source, flags=re.MULTILINE)
+    source, count = re.subn(r"^(HEAD_WIDTH, .*), 0\.1$", r"\1, 0.0", source, flags=re.MULTILINE)
     assert count == 1, "dropout draws other numbers for each rank and pass"
     divisions = [(1, 8, 1), (2, 4, 1), (2, 2, 2)]
 
@@ -345,7 +345,7 @@ def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(t
     def without_the_step(path: Path) -> str:  # outputs of a GAN are no logits of classes
         text = re.sub(r'^""".*?"""$', "", path.read_text(), count=1, flags=re.MULTILINE | re.DOTALL)
         text = re.sub(r"^    (\w+: .*\n)+", "", text, flags=re.MULTILINE)  # the fields of Training
-        text = re.sub(r" {8}(init_weights|networks = ).*?(?=        run.resume)", "", text, flags=re.DOTALL)
+        text = re.sub(r" {8}(ddp_model = wrap_model|networks = ).*?(?=        run.resume)", "", text, flags=re.DOTALL)
         return re.sub(r"^def compute_gradients.*?(?=^@torch.no_grad)", "", text, flags=re.MULTILINE | re.DOTALL)
 
     ours, theirs = without_the_step(EXAMPLES / "gan/main.py"), without_the_step(template / "main.py")

@@ -915,14 +915,14 @@ def run_waits(waits: Callable[[DistContext], Any], env: RankEnv) -> int:
 def test_an_init_process_group_that_hangs_ends_with_3_and_a_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "HANG_GRACE_S", 1)
+    monkeypatch.setattr(process_group, "HANG_GRACE_S", -28)  # 2 s to create the group, of the 30 s to join
 
     def hang_here(*arguments: Any, **named: Any) -> None:
         time.sleep(3600)
 
     monkeypatch.setattr(dist, "init_process_group", hang_here)
-    ranks = start(2, "--dataset", "synthetic", "--output-dir", tmp_path, "--timeout", 1)
-    assert ranks.wait(30) == [3, 3]
+    ranks = start(2, "--dataset", "synthetic", "--output-dir", tmp_path, "--timeout", 30)
+    assert ranks.wait(60) == [3, 3]
     assert "in hang_here" in ranks.output() and "hangs while it connects to the others over gloo" in ranks.output()
 
 

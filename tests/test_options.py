@@ -175,7 +175,7 @@ VALUES: dict[str, str | None] = {
         channels_last=None,
         sync_bn=None,
         comm_hook="powersgd",
-        profile=None,
+        **dict(shard=None, checkpoint_activations=None, profile=None),
     ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
     **dict(seed="4", deterministic=None, strict_resume=None),
@@ -764,13 +764,13 @@ def test_accumulation_all_reduces_in_the_last_pass_only(
         with path.open("a") as file:
             file.write(f"{ctx.rank} {event}\n")
 
-    def wrap_and_count(model: nn.Module, config: Config, ctx: DistContext) -> Any:
+    def wrap_and_count(model: nn.Module, config: Config, ctx: DistContext, task: Any) -> Any:
         def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             if bucket.is_last():
                 note("all-reduce", ctx)
             return default_hooks.allreduce_hook(None, bucket)
 
-        ddp_model = wrapping.wrap_model(model, config, ctx)
+        ddp_model = wrapping.wrap_model(model, config, ctx, task)
         ddp_model.register_comm_hook(None, reduce)
         ddp_model.register_forward_hook(lambda *_: note("forward", ctx))
         return ddp_model
@@ -1002,6 +1002,41 @@ def test_sync_bn_converts_the_model() -> None:
         return ""
 
     assert "SyncBatchNorm" in on_ranks(1, refusal, "--device", "cpu")[0]
+
+
+@shows("shard")
+def test_with_shard_each_rank_keeps_a_part_of_each_weight_gradient_and_state() -> None:
+    def kept(ctx: DistContext) -> list[float]:
+        layer = nn.Linear(8, 8)
+        wrapped = wrapping.wrap_model(layer, Config.parse(["--device=cpu", "--shard"]), ctx)
+        optimizer = torch.optim.Adam(layer.parameters())
+        wrapped(torch.zeros(2, 8)).sum().backward()
+        optimizer.step()
+        weight: Any = layer.weight
+        tensors = (weight, weight.grad, optimizer.state[weight]["exp_avg"])
+        return [tensor.to_local().numel() / 64 for tensor in tensors]
+
+    assert on_ranks(2, kept, "--device", "cpu") == [[0.5] * 3] * 2
+
+
+@shows("checkpoint_activations")
+def test_with_checkpoint_activations_a_block_is_computed_again_in_the_backward_pass() -> None:
+    def calls(ctx: DistContext) -> list[int]:
+        class Counting(nn.Linear):
+            def forward(self, inputs: Tensor) -> Tensor:
+                found.append(1)
+                return super().forward(inputs)
+
+        found: list[int] = []
+        model = nn.Sequential(Counting(4, 4), Counting(4, 4))
+        wrapped = wrapping.wrap_model(model, Config.parse(["--device=cpu", "--checkpoint-activations"]), ctx)
+        with torch.no_grad():
+            wrapped(torch.zeros(2, 4))
+        before = len(found)
+        wrapped(torch.zeros(2, 4)).sum().backward()
+        return [before, len(found)]
+
+    assert on_ranks(1, calls, "--device", "cpu") == [[2, 6]]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
     python benchmark.py --nproc 4 --device cpu           on 1, 2 and 4 processes
     python benchmark.py --model resnet50 --image-size 224 --dataset synthetic --precision bf16
     python benchmark.py --model deeplabv3_resnet101 --image-size 224 --batch-size 4
+    python benchmark.py --shard --model vit_b_16 ...     and DDP next to --shard: samples/s and memory
     torchrun ... benchmark.py                            DDP on all processes of a launcher, on many machines too
 
 It takes the options of main.py (--grad-accum-steps and --clip-grad have no effect here), and trains the model of
@@ -40,10 +41,12 @@ from benchmark_report import (
     NO_TERMS,
     ONE,
     PARALLEL,
+    SHARDED,
     STRONG,
     WEAK,
     Row,
     breakdown,
+    memory_table,
     plot,
     summarize,
     table,
@@ -62,6 +65,7 @@ from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run, run_and_exit
+from ddp.training.run_log import memory_mb
 from ddp.training.wrapping import (
     LossMean,
     accumulate,
@@ -143,11 +147,11 @@ class Task:
 class Trainer:
     """One optimizer step of main.py, on `trained`: a model, or its wrapper. terms: with loss_terms of model.py."""
 
-    def __init__(self, task: Task, ctx: DistContext, wrapper: Callable[[nn.Module], Any], terms: bool = True) -> None:
-        self.task, self.config, self.ctx = task, task.config, ctx
+    def __init__(self, task: Task, ctx: DistContext, config: Config, wrap: Any = None, terms: bool = True) -> None:
+        self.task, self.config, self.ctx = task, config, ctx
         self.mean_of = model_file if terms and not task.segmentation else None
-        model = copy.deepcopy(task.model).to(ctx.device).train()
-        self.trained = wrapper(model)
+        model = copy.deepcopy(task.model).train()
+        self.trained = wrap_model(model, config, ctx, model_file) if wrap is None else wrap(model.to(ctx.device))
         self.optimizer = build_optimizer(model, replace(self.config, lr=1e-6))  # small: the weights must stay finite
         self.scaler = grad_scaler(self.config, ctx)
 
@@ -226,23 +230,28 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     # Lists of samples of different sizes cannot be divided, nor repeated.
     has_rows = all(tensor.dim() > 0 and len(tensor) == config.batch_size for tensor in tensors)
 
-    def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
-        return Row(kind, processes, batch, speed)
+    before = memory_mb(ctx.device)
 
+    def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
+        return Row(kind, processes, batch, speed, max(ctx.gather(memory_mb(ctx.device) - before)))
+
+    if config.shard:  # before DDP, whose peak is higher
+        yield row(SHARDED, Trainer(task, ctx, config).speed(itertools.repeat(resident), seconds))
+        config = replace(config, shard=False)
     if world_size == 1:
-        alone = Trainer(task, ctx, partial(_compiled, config))
+        alone = Trainer(task, ctx, config, partial(_compiled, config))
         yield row(ONE, alone.speed(itertools.repeat(resident), seconds))
         del alone
     if world_size == 1 and gpus > 1 and has_rows:
-        parallel = Trainer(task, ctx, partial(_data_parallel, config, ctx))
+        parallel = Trainer(task, ctx, config, partial(_data_parallel, config, ctx))
         everything = map_tensors(resident, lambda part: torch.cat([part] * gpus))  # DataParallel splits it again
         yield row(PARALLEL, gpus * parallel.speed(itertools.repeat(everything), seconds), gpus)
         del parallel
-    trainer = Trainer(task, ctx, lambda model: wrap_model(model, config, ctx))
+    trainer = Trainer(task, ctx, config)
     yield row(WEAK, trainer.speed(itertools.repeat(resident), seconds))
     yield row(NO_SYNC, trainer.speed(itertools.repeat(resident), seconds, all_reduce=False))
     if hasattr(model_file, "loss_terms") and not task.segmentation:
-        plain = Trainer(task, ctx, lambda model: wrap_model(model, config, ctx), terms=False)
+        plain = Trainer(task, ctx, config, terms=False)
         yield row(NO_TERMS, plain.speed(itertools.repeat(resident), seconds))
     if not task.segmentation:
         yield row(DATA, trainer.speed(batches, seconds))
@@ -270,6 +279,8 @@ def show(config: Config, output: Path, title: str, rows: Sequence[Row]) -> None:
     lines = summarize(rows)
     print(f"{title}\n\n{table(lines)}")
     print("spread: between the rounds. weak: each process has a whole batch; strong: they share one.")
+    if any(line.kind == SHARDED for line in lines):
+        print(f"\nMemory of a process, at its peak:\n{memory_table(lines)}")
     if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
         print("DataParallel needs two GPUs.")
     if config.device == "cpu" or not torch.cuda.is_available():

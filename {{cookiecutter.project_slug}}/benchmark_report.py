@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp.core.errors import plural
 
-ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
+ONE, PARALLEL, WEAK, STRONG, SHARDED = "one process", "DataParallel", "DDP, weak", "DDP, strong", "--shard"
 NO_SYNC, NO_TERMS, DATA = "without all-reduce", "without loss_terms", "with real data"
 MAX_SPREAD, MAX_EFFICIENCY = 0.3, 1.15  # above that, other programs disturbed the measurement
 
@@ -21,6 +21,7 @@ class Row:
     processes: int
     batch: int
     samples_per_s: float
+    memory_mb: float = 0.0  # the peak of a process so far, beyond what it used before
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Line:
     max: float
     speed_up: float | None
     efficiency: float | None
+    memory_mb: float = 0.0
 
 
 def summarize(rows: Sequence[Row]) -> list[Line]:
@@ -49,7 +51,8 @@ def summarize(rows: Sequence[Row]) -> list[Line]:
         middle = statistics.median(speeds)
         speed_up = middle / statistics.median(alone) if alone else None
         efficiency = speed_up / processes if speed_up is not None else None
-        lines.append(Line(kind, processes, group[0].batch, middle, min(speeds), max(speeds), speed_up, efficiency))
+        spread, memory = (min(speeds), max(speeds)), group[0].memory_mb
+        lines.append(Line(kind, processes, group[0].batch, middle, *spread, speed_up, efficiency, memory))
     return lines
 
 
@@ -72,8 +75,16 @@ def _who(line: Line) -> str:
         return ONE
     if line.kind == PARALLEL:
         return f"DataParallel, {line.processes} GPUs"
+    if line.kind == SHARDED:
+        return f"--shard, {plural(line.processes, 'process', 'es')}"
     who = f"DDP, {plural(line.processes, 'process', 'es')}"
     return who if line.processes == 1 else f"{who}, {line.kind.removeprefix('DDP, ')}"
+
+
+def memory_table(lines: Sequence[Line]) -> str:
+    """The memory of DDP and of --shard, for each number of processes: weights, gradients, optimizer and activations."""
+    found = [f"{_who(line):<28}{line.memory_mb:>12,.0f} MB" for line in lines if line.kind in (SHARDED, WEAK)]
+    return "\n".join(found)
 
 
 def breakdown(lines: Sequence[Line]) -> str:

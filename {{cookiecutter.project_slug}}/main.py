@@ -16,7 +16,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import same_on_all_ranks, seed_everything
 from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
-from ddp.training.run import check_fit, open_run, prepare
+from ddp.training.run import build, open_run, prepare
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import LossMean, ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
 
@@ -39,17 +39,15 @@ def main(config: Config, rank_env: RankEnv) -> None:
     config = prepare(config, rank_env)
     datasets = check_datasets(load_datasets(config), config)
     seed_everything(config.seed)
-    model = task.build_model(config, datasets.train)
-    check_fit(config, model, datasets.train)
+    model = build(task, config, datasets.train, rank_env)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model) as run:
         train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 
-        init_weights(model, config, ctx, build=lambda: task.build_model(config, datasets.train))  # --init-from
-        model.to(ctx.device)
+        ddp_model = wrap_model(model, config, ctx, task)  # the same weights: train ddp_model; evaluate and save model
+        init_weights(model, config, ctx, build=lambda: build(task, config, datasets.train, rank_env))  # --init-from
         ema = None if config.ema is None else ModelEma(model, config.ema)
-        ddp_model = wrap_model(model, config, ctx)  # the same weights: train ddp_model; evaluate and save model
         watch_first_outputs(train_loader, ddp_model)  # they must match the classes
         optimizer = task.build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
@@ -107,7 +105,8 @@ def evaluate(model: Any, eval_loader: EvalLoader, config: Config, ctx: DistConte
         with autocast(config, ctx):
             outputs = task.forward(model, inputs, targets)
             loss = task.compute_loss(outputs, targets, config)
-        meter.add(task.batch_totals(loss, outputs, targets))
+        if eval_loader.counts:  # with --shard, a rank may read a batch once more than others
+            meter.add(task.batch_totals(loss, outputs, targets))
     return meter.take()
 
 

@@ -19,7 +19,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import same_on_all_ranks, seed_everything
 from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
-from ddp.training.run import check_fit, open_run, prepare
+from ddp.training.run import build, open_run, prepare
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
 
@@ -45,21 +45,20 @@ def main(config: Config, rank_env: RankEnv) -> None:
     config = prepare(config, rank_env)
     datasets = check_datasets(load_datasets(config), config)
     seed_everything(config.seed)
-    model = task.build_model(config, datasets.train)
-    check_fit(config, model, datasets.train)
+    model = build(task, config, datasets.train, rank_env)
 
     with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model) as run:
         train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 
         networks = {"generator": model.generator, "discriminator": model.discriminator}
-        for name, network in networks.items():
-            build = lambda name=name: getattr(task.build_model(config, datasets.train), name)  # noqa: E731
-            init_weights(network, config, ctx, name, build)  # --init-from
-        model.to(ctx.device)
-        ema = None if config.ema is None else ModelEma(model, config.ema)
         # The same weights: train ddp_model; evaluate and save model.
-        ddp_model = torch.nn.ModuleDict({name: wrap_model(network, config, ctx) for name, network in networks.items()})
+        wrapped = {name: wrap_model(network, config, ctx, task) for name, network in networks.items()}
+        ddp_model = torch.nn.ModuleDict(wrapped)
+        for name, network in networks.items():
+            another = lambda name=name: getattr(build(task, config, datasets.train, rank_env), name)  # noqa: E731
+            init_weights(network, config, ctx, name, another)  # --init-from
+        ema = None if config.ema is None else ModelEma(model, config.ema)
         optimizers = [task.build_optimizer(network, config) for network in networks.values()]
         schedules = [Schedule(optimizer, config, train_loader.global_batch) for optimizer in optimizers]
         scaler = grad_scaler(config, ctx)
@@ -143,7 +142,8 @@ def evaluate(model: Any, eval_loader: EvalLoader, config: Config, ctx: DistConte
         with autocast(config, ctx):
             outputs = task.forward(model, inputs, targets)
             loss = task.compute_loss(outputs, targets, config)
-        meter.add(task.batch_totals(loss, outputs, targets))
+        if eval_loader.counts:  # with --shard, a rank may read a batch once more than others
+            meter.add(task.batch_totals(loss, outputs, targets))
     return meter.take()
 
 

@@ -26,6 +26,8 @@ class Config(RunConfig):
     batch_size: int = data_option(16, "training samples per process and forward pass", min=1, may_change=True)
 
     epochs: int = training_option(5, "passes over the training data", min=1, may_change=True)
+    width: int = training_option(128, "width of the model, a multiple of 32", min=32)
+    layers: int = training_option(3, "number of blocks", min=1)
     lr: float = training_option(3e-3, "peak learning rate", above=0)
     beta1: float = training_option(0.9, "first beta of AdamW", min=0, max=0.9999)
     beta2: float = training_option(0.95, "second beta of AdamW", min=0, max=0.9999)

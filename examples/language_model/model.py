@@ -10,36 +10,37 @@ from torch import Tensor, nn
 
 from ddp.data.dataset import IGNORED_LABEL
 
-WIDTH, HEADS, LAYERS, DROPOUT = 128, 4, 3, 0.1
+HEAD_WIDTH, DROPOUT = 32, 0.1
 
 
 class Block(nn.Module):
     """Attention to earlier characters, then a small network per character; both with a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.network = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, t, WIDTH] -> [b, t, WIDTH]."""
-        b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # each [b, HEADS, t, d]
+        """x [b, t, width] -> [b, t, width]."""
+        b, t, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, width // HEAD_WIDTH, HEAD_WIDTH)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [b, heads, t, HEAD_WIDTH]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(b, t, WIDTH)))
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(b, t, width)))
         return x + self.dropout(self.network(self.norm2(x)))
 
 
 class Transformer(nn.Module):
     """Predicts the next character at each place of a text. Vaswani et al., 2017, https://arxiv.org/abs/1706.03762."""
 
-    def __init__(self, characters: int, context: int) -> None:
+    def __init__(self, characters: int, context: int, width: int = 128, layers: int = 3) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(characters, WIDTH), nn.Embedding(context, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+        self.embed, self.place = nn.Embedding(characters, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
     def forward(self, text: Tensor) -> Tensor:
         """text [b, t] of character numbers -> logits of the next ones [b, t, characters]."""
@@ -49,7 +50,7 @@ class Transformer(nn.Module):
 
 def build_model(config: Any, train_set: Any) -> nn.Module:
     """The model, sized to the text, on the CPU."""
-    return Transformer(train_set.characters, train_set.context)
+    return Transformer(train_set.characters, train_set.context, config.width, config.layers)
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:

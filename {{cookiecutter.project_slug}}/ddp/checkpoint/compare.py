@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.state import digest, named_leaves
+from ddp.checkpoint.state import digest
+from ddp.distributed.tensors import named_leaves
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
 OF_ONE_RUN = ("path", "config")  # in a checkpoint

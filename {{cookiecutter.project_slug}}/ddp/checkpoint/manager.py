@@ -22,7 +22,8 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.tensors import Mark
+from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
+from ddp.distributed.tensors import Mark, named_leaves
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
@@ -66,6 +67,9 @@ class CheckpointManager:
         self.directory = CheckpointDirectory(config)
         self.writer = BackgroundWriter()
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
+        self.sharded: dict[Any, torch.Tensor] = {}  # with --shard: weights, by the keys that lead to them and by shape
+        self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
+        self.received: list[int] = []  # and that of the rows that this rank has received
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -98,7 +102,8 @@ class CheckpointManager:
             self._report_saved(copy["step"])
 
         # 3. On rank 0, copy it to host memory: training may then continue.
-        self.ctx.on_main(lambda: self.writer.start(partial(write, *snapshot(content, self.ctx.streams))))
+        copy = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0)
+        self.ctx.on_main(lambda: self.writer.start(partial(write, *copy)))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
@@ -139,11 +144,27 @@ class CheckpointManager:
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
         states = self._states()
-        self.infinite = self._find_non_finite(states)
-        content = read_on_main(self.ctx, partial(self._find, states))
+        self.infinite = [name for each in self.ctx.gather(self._find_non_finite(states)) for name in each]
+        self.sharded = {keys: part for keys, part in named_leaves(states) if is_sharded(part)}
+        self.sharded |= {part.shape: part for part in self.sharded.values()}
+        content = read_on_main(self.ctx, partial(self._find, states), self._keep)
         if content:
             self._load(content)
         return content.get("path")
+
+    def _keep(self, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+        """With --shard, this rank's rows of a weight, and of the optimizer state of a weight."""
+        example = self.sharded.get(keys)
+        if isinstance(self.state.get(keys[0]), torch.optim.Optimizer):
+            example = self.sharded.get(tensor.shape)
+        if example is None:
+            return tensor
+        rows = shard_like(example, tensor)
+        self.received.append(checksum(local(rows)))
+        if self.ctx.rank == 0:
+            world_size = self.ctx.world_size
+            self.sent.append([checksum(own_rows(tensor, rank, world_size)) for rank in range(world_size)])
+        return rows
 
     def load_best(self) -> TrainState | None:
         """Load best.pt, all but optimizers, and return its progress. Call on every rank, after the last step.
@@ -153,7 +174,7 @@ class CheckpointManager:
         if self.train_state.best is None or self.train_state.best_step == self.train_state.step:
             return None
         self.wait()
-        if not (content := read_on_main(self.ctx, self._read_best)):
+        if not (content := read_on_main(self.ctx, self._read_best, self._keep)):
             return None
         self._load_parts(content, for_training=False)
         return TrainState.of(content)
@@ -211,9 +232,10 @@ class CheckpointManager:
         if self.config.evaluate:
             return
         self.facts["started_from"] = content["started_from"]
-        digests = self.ctx.gather(digest(self._states()))
+        digests, received = self.ctx.gather(digest(self._states())), self.ctx.gather(self.received)
+        sent = self.ctx.on_main(lambda: [list(sums) for sums in zip(*self.sent, strict=True)]) or received
         for rank, other in enumerate(digests):
-            if other != digests[0]:
+            if other != digests[0] or received[rank] != sent[rank]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
         self.ctx.on_main(self.writer.start, self.directory.prune)  # a crash may have prevented it after the last save
 

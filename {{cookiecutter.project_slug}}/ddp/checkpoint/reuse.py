@@ -18,6 +18,7 @@ from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state, seed_everything
+from ddp.distributed.shards import is_sharded, same_rows, shard_like
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
@@ -99,13 +100,20 @@ def init_weights(
     """Load the weights of --init-from into `model`, unless the run resumes.
 
     name: the field of Training. build: makes another model like this one, with random weights of its own. Call on every
-    rank, before the model is moved or wrapped. Raises CheckpointError, UsageError or SetupError.
+    rank, after the model was wrapped. Raises CheckpointError, UsageError or SetupError.
     """
     # Rank 0's option counts: the others may have another path.
     source = ctx.on_main(lambda: None if CheckpointDirectory(config).paths() else config.init_from)
-    if source is not None:
-        loaded = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name)), source)
-        _refuse_random_constants(model, loaded, build, config)
+    if source is None:
+        return
+    own = model.state_dict()
+
+    def keep(keys: tuple[str, ...], tensor: Tensor) -> Tensor:
+        like = own.get(keys[0], tensor)
+        return shard_like(like, tensor) if is_sharded(like) and like.shape == tensor.shape else tensor
+
+    loaded = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name), keep), source)
+    _refuse_random_constants(model, loaded, build, config, ctx)
 
 
 def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
@@ -169,7 +177,9 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
     return list(fitting)
 
 
-def _refuse_random_constants(model: torch.nn.Module, loaded: list[str], build: Any, config: RunConfig) -> None:
+def _refuse_random_constants(
+    model: torch.nn.Module, loaded: list[str], build: Any, config: RunConfig, ctx: DistContext
+) -> None:
     """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
     known = {id(weight) for name, weight in model.named_parameters(remove_duplicate=False) if name in loaded}
     frozen = {
@@ -180,8 +190,8 @@ def _refuse_random_constants(model: torch.nn.Module, loaded: list[str], build: A
         with keep_random_state():
             seed_everything(config.seed + 1)
             others = dict(build().named_parameters())
-    random = [name for name, weight in frozen.items() if name not in others or not torch.equal(weight, others[name])]
-    if random:
+    random = [name for name in frozen if name not in others or not same_rows(frozen[name], others[name])]
+    if random := list(dict.fromkeys(name for names in ctx.gather(random) for name in names)):
         remedy = "load it in build_model, train it, or take another file"
         weights = f"{first_few(random)}: frozen, and not in the file, so random"
         raise CheckpointError(f"--init-from {config.init_from}: {weights}: {remedy}")

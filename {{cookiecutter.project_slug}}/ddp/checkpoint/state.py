@@ -2,14 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
 
-from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_tensors
+from ddp.distributed.shards import is_sharded, local, whole
+from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_tensors, named_leaves
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
@@ -43,10 +44,11 @@ class TrainState:
         return True
 
 
-def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
-    """A copy of `state` in host memory, and when it is complete.
+def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, Mark]:
+    """A copy of `state` in host memory, and when it is complete. With sharded tensors, call on every rank.
 
-    Raises TypeError if torch.load(weights_only=True) would refuse it.
+    keep: False on the ranks that only send their rows. Raises TypeError if torch.load(weights_only=True) would refuse
+    `state`.
     """
     for keys, part in named_leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
@@ -55,9 +57,12 @@ def snapshot(state: Any, streams: CpuStreams) -> tuple[Any, Mark]:
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
     def copy_once(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        # Not the data_ptr of a DTensor, which is always 0. Optimizer state without rows here has no memory to compare.
+        place = local(tensor).untyped_storage().data_ptr() + tensor.storage_offset() or id(tensor)
+        key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if key not in copies:
-            copies[key] = copy(tensor)
+            rows = whole(tensor.detach())
+            copies[key] = copy(rows) if keep else torch.empty(0)
         return copies[key]
 
     return streams.download(lambda copy: map_tensors(state, partial(copy_once, copy)))
@@ -68,7 +73,7 @@ def find_non_finite(state: Any) -> list[str]:
     return [
         ".".join(map(str, keys))
         for keys, part in named_leaves(state)
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all()
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and not local(part).isfinite().all()
     ]
 
 
@@ -76,18 +81,11 @@ def digest(state: Any) -> str:
     """SHA-256 of everything in `state`, tensors by their bytes."""
     result = hashlib.sha256()
     for keys, part in named_leaves(state):
-        if isinstance(part, torch.Tensor):
+        if is_sharded(part):  # the ranks have different rows
+            result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
+        elif isinstance(part, torch.Tensor):
             result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
             result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
             result.update(f"{keys}{part!r}".encode())
     return result.hexdigest()
-
-
-def named_leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in `state` that is not a container, with the keys that lead to it."""
-    if isinstance(state, dict | list | tuple):
-        for key, part in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from named_leaves(part, (*keys, key))
-    else:
-        yield keys, state

@@ -27,7 +27,7 @@ import torch
 from ddp.core.errors import CheckpointError
 from ddp.core.files import atomic_write, storage_errors, sync_directory
 from ddp.core.run_config import RESUME_WORDS, RunConfig
-from ddp.distributed.process_group import DistContext
+from ddp.distributed.process_group import KEEP_ALL, DistContext, Keep
 from ddp.distributed.tensors import leaves
 
 log = logging.getLogger(__name__)
@@ -227,8 +227,8 @@ class CheckpointDirectory:
                     kept += 1
 
 
-def read_on_main(ctx: DistContext, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def read_on_main(ctx: DistContext, read: Callable[[], dict[str, Any]], keep: Keep = KEEP_ALL) -> dict[str, Any]:
     """What `read` returns on rank 0, with tensors in host memory, or its exception. Call on every rank."""
     content: dict[str, Any] = {}
     ctx.on_main(lambda: content.update(read()))
-    return ctx.broadcast_tree(content)
+    return ctx.broadcast_tree(content, keep)

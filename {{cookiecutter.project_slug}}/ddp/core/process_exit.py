@@ -32,6 +32,10 @@ from ddp.core.stacks import is_owner_file
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
+# torch's DTensor raises errors of four types.
+SHARDED = re.compile(
+    "mixed torch.Tensor and DTensor|no.* sharding strategy|placement changes|FSDP does not support deep"
+)
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
 REPORT_GRACE_S = 3.0
@@ -127,6 +131,9 @@ def translate_exception(error: BaseException) -> BaseException:
     if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
         lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
+    if SHARDED.search(text):
+        use = "use each weight only in forward() of its block, and an optimizer such as SGD (not fused), AdamW or Muon"
+        return UsageError(f"--shard: torch cannot compute this with the rows of a weight{where}: {use} ({text[:80]})")
     if isinstance(error, IndexError) and (label := re.match(r"Target (-?\d+) is out of bounds", text)):
         remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"
         return UsageError(f"a label is {label[1]}, for which the model has no output{where}: {remedy}")

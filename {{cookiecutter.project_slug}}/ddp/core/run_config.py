@@ -59,6 +59,8 @@ class RunConfig:
     compile: bool = _speed(False, "compile the model (torch.compile)", may_change=True)
     sync_bn: bool = _speed(False, "BatchNorm over the batches of all processes (GPU only)")
     comm_hook: str = _speed("none", "compress gradients on the network", choices=("none", "fp16", "bf16", "powersgd"))
+    shard: bool = _speed(False, "split weights, gradients, optimizer state over the processes", may_change=True)
+    checkpoint_activations: bool = _speed(False, "compute blocks again in the backward pass", may_change=True)
     profile: bool = _speed(False, "write a trace of steps 10 to 15 to OUTPUT_DIR/profile", may_change=True)
 
     output_dir: str = _path("", "directory for everything that the run writes (default: runs/DATA-MODEL)")
@@ -142,6 +144,10 @@ class RunConfig:
             raise UsageError("--evaluate needs a checkpoint: remove --resume never")
         if self.backend == "nccl" and self.device == "cpu":
             raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
+        if self.shard and self.ema is not None:
+            raise UsageError("--ema with --shard: torch cannot copy a sharded model; remove one of them")
+        if self.shard and self.comm_hook != "none":
+            raise UsageError("--comm-hook with --shard: FSDP2 sends gradients itself; remove one of them")
         if self.sync_bn and self.device == "cpu":
             raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for --device cpu")
 

@@ -155,6 +155,7 @@ class EvalLoader(_Loader):
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
         self.part, self.part_name = part, {"val": "validation"}.get(part, part)
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
+        self.counts = True  # whether the last batch counts: with --shard, a rank may repeat one of another rank
         if config.eval_batch_size is not None:
             self.chunk_size = config.eval_batch_size
 
@@ -164,12 +165,16 @@ class EvalLoader(_Loader):
         everything, size = range(self.length), self.chunk_size
         batches = [everything[start : start + size] for start in range(0, self.length, size)]
         ours = [list(batch) for batch in batches[self.ctx.rank :: self.ctx.world_size]]
+        if self.config.shard and len(batches) % self.ctx.world_size > 0:  # all ranks compute each block together
+            ours += [list(batches[-1])] * (len(ours) == len(batches) // self.ctx.world_size)
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
                     check_batch(batch, self.dataset)
                 # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
-                seed_step(self.config.seed, number * self.ctx.world_size + self.ctx.rank, rank=-2)
+                position = number * self.ctx.world_size + self.ctx.rank
+                seed_step(self.config.seed, position, rank=-2)
+                self.counts = position < len(batches)
                 yield batch
                 if number < len(batches) // self.ctx.world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)

@@ -29,6 +29,7 @@ from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.run_log import RunLog, format_metrics
 from ddp.training.schedule import Schedule
+from ddp.training.sharding import build_in_turn
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
@@ -266,12 +267,17 @@ def prepare(config: Config, rank_env: RankEnv) -> Config:
     return config
 
 
-def check_fit(config: RunConfig, model: torch.nn.Module, train_set: Any) -> None:
-    """Refuse options that this model or this machine does not support, and set the default --output-dir."""
+def build(task: Any, config: RunConfig, train_set: Any, env: RankEnv) -> torch.nn.Module:
+    """task.build_model(config, train_set), on the CPU; with --shard only what `wrap_model` needs of it.
+
+    Refuses options that this model or this machine does not support, and sets the default --output-dir.
+    """
+    model = build_in_turn(lambda: task.build_model(config, train_set), config, env)
     check_model(config, model)
     # From the data and the model that were built: their options may be of no use to an edited task.
     name = re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
     config.output_dir = config.output_dir or f"{DEFAULT_PARENT}/{name}"
+    return model
 
 
 @contextmanager

@@ -21,7 +21,9 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import leaves
+from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
+SHARD_NEEDS = (2, 7)  # FSDP2 of torch 2.6 fails on CPUs
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
@@ -36,6 +38,8 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
         raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
+    if config.shard and tuple(map(int, torch.__version__.split(".")[:2])) < SHARD_NEEDS:
+        raise UsageError(f"--shard needs torch {'.'.join(map(str, SHARD_NEEDS))} or newer: this is {torch.__version__}")
     if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
         language, variable, *names = ("C", "CC", "gcc", "clang") if gpu else ("C++", "CXX", "g++")
         tried = [os.environ[variable]] if variable in os.environ else names
@@ -47,7 +51,7 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
 def model_name(model: torch.nn.Module, config: RunConfig) -> str:
     """--model if it was given; otherwise the class, since the owner may have replaced the default model."""
     given, default = (getattr(options, "model", None) for options in (config, type(config)))
-    return type(model).__name__ if given in (None, default) else given
+    return type(model).__name__.removeprefix("FSDP" * config.shard) if given in (None, default) else given
 
 
 def choose_algorithms(config: RunConfig) -> None:
@@ -62,15 +66,29 @@ def choose_algorithms(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> DistributedDataParallel:
-    """`model` for training: backward averages gradients over the ranks. Call on every rank.
+def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any = None) -> Any:
+    """`model` for training, on the device: backward averages gradients over the ranks. Call on every rank.
 
-    The weights stay those of `model`, which remains the one to evaluate and save.
+    `model` remains the one to evaluate and save. task: model.py, which may define `blocks(model)`.
     """
     if config.sync_bn:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: it replaces layers and keeps their weights
+    blocks = getattr(task, "blocks", find_blocks)(model)
+    if config.checkpoint_activations:
+        checkpoint_activations(blocks)
+    if config.shard:
+        wrapped: Any = shard_model(model, config, ctx, blocks)
+    else:
+        wrapped = _replicate(model.to(ctx.device), config, ctx)
     if config.compile:
         model.compile()  # in place: it keeps the names of the weights
+    _broadcast_buffers_that_are_read(wrapped, model, ctx)
+    _report_unused_weights(wrapped, model)
+    _refuse_unfrozen_weights(wrapped, model)
+    return wrapped
+
+
+def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> DistributedDataParallel:
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
@@ -87,9 +105,6 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic,
     )
-    _broadcast_buffers_that_are_read(ddp_model)
-    _report_unused_weights(ddp_model)
-    _refuse_unfrozen_weights(ddp_model)
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
@@ -98,17 +113,21 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
     return ddp_model
 
 
-def _broadcast_buffers_that_are_read(ddp_model: DistributedDataParallel) -> None:
-    """Copy rank 0's buffers to all ranks before each forward pass, as DDP does, unless no rank reads them there.
+def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx: DistContext) -> None:
+    """Copy rank 0's buffers to all ranks before each training pass, as DDP does, unless no rank reads them there.
 
     A BatchNorm layer in training mode only writes its running statistics. In evaluation mode it reads them, as in the
     teacher of a model: ranks that keep their own would train with different teachers.
     """
-    with_buffers = [part for part in ddp_model.module.modules() if any(True for _ in part.buffers(recurse=False))]
+    with_buffers = [part for part in model.modules() if any(True for _ in part.buffers(recurse=False))]
     only_batch_norm = all(map(_is_batch_norm, with_buffers))
 
     def choose(*_: Any) -> None:
-        ddp_model.broadcast_buffers = not (only_batch_norm and all(part.training for part in with_buffers))
+        are_read = not (only_batch_norm and all(part.training for part in with_buffers))
+        if ddp_model is not model:
+            ddp_model.broadcast_buffers = are_read
+        elif are_read and torch.is_grad_enabled():
+            ctx.broadcast_buffers(model)
 
     ddp_model.register_forward_pre_hook(choose)
 
@@ -117,12 +136,13 @@ def _is_batch_norm(part: torch.nn.Module) -> bool:
     return isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
+def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
     """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
-    unchecked = {id(weight): name for name, weight in ddp_model.module.named_parameters() if weight.requires_grad}
+    unchecked = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not unchecked or ddp_model.find_unused_parameters or ddp_model.static_graph:
+        allowed = (getattr(ddp_model, name, False) for name in ("find_unused_parameters", "static_graph"))
+        if not unchecked or any(allowed):
             return
         weights = [each for group in optimizer.param_groups for each in group["params"] if id(each) in unchecked]
         missing = [unchecked[id(weight)] for weight in weights if weight.grad is None]
@@ -131,24 +151,33 @@ def _report_unused_weights(ddp_model: DistributedDataParallel) -> None:
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
-            raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}; {rare}")
+            remedy = remedy if ddp_model is model else f"{remedy}; {rare}"
+            raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
         for weight in weights:
             del unchecked[id(weight)]
 
     register_optimizer_step_pre_hook(check)
 
 
-def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel) -> None:
-    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began."""
-    frozen = {name: weight for name, weight in ddp_model.module.named_parameters() if not weight.requires_grad}
+def _refuse_unfrozen_weights(ddp_model: Any, model: torch.nn.Module) -> None:
+    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began.
+
+    FSDP2 would also train on a weight that is frozen later.
+    """
+    weights = {
+        name: weight for name, weight in model.named_parameters() if model is ddp_model or not weight.requires_grad
+    }
+    trained = {name: weight.requires_grad for name, weight in weights.items()}
 
     def check(*_: Any) -> None:
-        for name, weight in frozen.items():
-            if weight.requires_grad:
+        for name, weight in weights.items():
+            if weight.requires_grad != trained[name]:
                 remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
+                if trained[name]:
+                    raise UsageError(f"--shard: {name} was frozen after wrap_model: set its learning rate to 0 instead")
                 raise UsageError(f"{name} was unfrozen after wrap_model, so no rank would average it: {remedy}")
 
-    if frozen:
+    if weights:
         ddp_model.register_forward_pre_hook(check)
 
 
@@ -201,14 +230,15 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
     """The number format of --precision."""
-    if config.precision == "fp32":
+    if config.precision == "fp32" or config.shard:  # FSDP2 has a policy for it
         return nullcontext()
     return torch.autocast(ctx.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
 def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
     """All-reduce only in the last pass of a step. Forward and backward belong inside."""
-    return nullcontext() if last else ddp_model.no_sync()
+    # With --shard each pass is reduced: gradients that are not would need the memory of all weights.
+    return nullcontext() if last or not isinstance(ddp_model, DistributedDataParallel) else ddp_model.no_sync()
 
 
 class LossMean:
