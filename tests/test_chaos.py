@@ -265,7 +265,7 @@ def test_a_run_that_is_killed_twenty_times_equals_an_uninterrupted_one(
         before = newest_step(output)
 
     end = [*options, "--max-steps", before + 7, "--output-dir"]
-    run = Run(SPAWN, [*end, output, *more], f"{seed}-end")
+    run = Run(SPAWN, [*more, *end, output], f"{seed}-end")
     assert run.wait(120) == 0, run.output()
     train(2, *end, tmp_path / "whole")
     print(f"{time.monotonic() - began:6.1f} s  both ended at step {newest_step(output)}")
