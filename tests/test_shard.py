@@ -20,6 +20,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.shards import KEPT, is_sharded, local, whole
 from ddp.training.sharding import build_in_turn, find_blocks, group_blocks
 from ddp.training.wrapping import check_model, wrap_model
+from model import ToyModel
 from processes import on_ranks, train
 from small_models import build_awkward
 
@@ -373,3 +374,20 @@ def test_rows_that_change_on_their_way_are_noticed(
 
     monkeypatch.setattr(DistContext, "broadcast", damaged)
     assert "error: rank 1 loaded another state than rank 0: check the memory" in train(2, *given, 4, code=4)
+
+
+def test_an_optimizer_that_was_built_before_the_model_was_sharded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    """It would train nothing."""
+    early: list[Any] = []
+
+    def build(config: Any, train_set: Any) -> nn.Module:
+        model = ToyModel()
+        early.append(torch.optim.SGD(model.parameters(), lr=config.lr))
+        return model
+
+    monkeypatch.setattr(main.task, "build_model", build)
+    monkeypatch.setattr(main.task, "build_optimizer", lambda model, config: early[0])
+    output = train(1, *SYNTHETIC, "--shard", "--output-dir", tmp_path, code=2)
+    assert "error: --shard: build optimizer after wrap_model, which replaces the weights of the model\n" in output

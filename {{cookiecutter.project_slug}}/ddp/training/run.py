@@ -29,7 +29,7 @@ from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.run_log import RunLog, format_metrics
 from ddp.training.schedule import Schedule
-from ddp.training.sharding import build_in_turn
+from ddp.training.sharding import build_in_turn, check_optimizers
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Run:
         """
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
         self.train_loader, self.meter = train_loader, parts["meter"]
+        if self.config.shard:
+            check_optimizers(parts)
         self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
         resumed_from = self.checkpoints.resume(train_loader, parts)
         self.log.start(train_loader, resumed_from)

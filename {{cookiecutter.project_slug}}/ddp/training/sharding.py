@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from ddp.core.errors import UsageError, differences, first_few
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.shards import KEPT, checksum, keep_own_rows, restore_rows
+from ddp.distributed.shards import KEPT, checksum, is_sharded, keep_own_rows, restore_rows
 from ddp.distributed.tensors import leaves, map_tensors
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,14 @@ def _compare_built(model: nn.Module, ctx: DistContext) -> None:
         if other := differences(everyone[0], theirs, "{name}"):
             remedy = "draw random numbers from the global generators of torch, numpy and Python"
             raise UsageError(f"--shard: build_model made other weights on rank {rank} ({first_few(other)}): {remedy}")
+
+
+def check_optimizers(parts: Mapping[str, Any]) -> None:
+    """Raise UsageError for an optimizer that was built before the model was sharded: it would train nothing."""
+    for name, part in parts.items():
+        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
+        if not all(is_sharded(weight) for group in groups for weight in group["params"]):
+            raise UsageError(f"--shard: build {name} after wrap_model, which replaces the weights of the model")
 
 
 def _copy_views(module: nn.Module, arguments: Any, outputs: Any) -> Any:

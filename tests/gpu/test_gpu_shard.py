@@ -1,0 +1,51 @@
+"""The questions about --shard. A docstring's first line is the question; `answer` takes what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_project import DEVICE, Project
+from outputs import lines, newest, weights_and_momentum
+
+Answer = Callable[[str], None]
+FAST = ("--batch-size", 64, "--log-every", 10, "--max-steps", 30, "--deterministic")
+TWO = ("--nproc", 2, "--backend", "gloo")
+
+
+def weights(output_dir: Path) -> dict[str, Any]:
+    return torch.load(newest(output_dir), weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("processes", [(), TWO], ids=["nccl", "gloo"])
+def test_the_same_as_ddp(project: Project, tmp_path: Path, processes: tuple[Any, ...], answer: Answer) -> None:
+    """Does --shard give the weights of DDP: one process over NCCL, and two over gloo on one GPU?"""
+    given = (*FAST, *processes, "--output-dir")
+    output = project.train(*given, tmp_path / "shard", "--shard")
+    project.train(*given, tmp_path / "ddp")
+    ours, theirs = weights(tmp_path / "shard"), weights(tmp_path / "ddp")
+    largest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+    assert largest < 1e-5, output
+    answer(f"yes ({output.splitlines()[2]}): they differ by at most {largest:.1g}")
+
+
+@pytest.mark.parametrize("more", [(), ("--precision", "bf16"), ("--precision", "fp16"), ("--compile",)], ids=str)
+def test_options(project: Project, tmp_path: Path, more: tuple[Any, ...], answer: Answer) -> None:
+    """Does --shard train with these options, and resume bit for bit?"""
+    given = (*FAST, "--shard", "--model", "resnet18", "--checkpoint-every", 10, *more, "--output-dir")
+    project.train(*given, tmp_path / "whole", timeout=400)
+    project.train(*given, tmp_path / "parts", "--max-steps", 15, timeout=400)
+    project.train(*given, tmp_path / "parts", timeout=400)
+    assert weights_and_momentum(tmp_path / "parts") == weights_and_momentum(tmp_path / "whole")
+    answer(f"yes: {' '.join(more) or 'fp32'}")
+
+
+@pytest.mark.parametrize("more", [(), ("--shard",), ("--shard", "--checkpoint-activations")], ids=str)
+def test_peak_memory(project: Project, tmp_path: Path, more: tuple[Any, ...], answer: Answer) -> None:
+    """How much memory of the GPU does each of two processes take at its peak, with vit_b_16 (86 million weights)?"""
+    given = ("--model", "vit_b_16", "--image-size", 224, "--batch-size", 2, "--max-steps", 3, "--log-every", 1)
+    project.train(*given, *TWO, *more, "--output-dir", tmp_path / "out", timeout=400)
+    answer(f"{lines(tmp_path / 'out', 'train')[-1]['memory_mb']:,.0f} MB with {' '.join(more) or 'DDP'} on {DEVICE}")
