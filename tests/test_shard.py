@@ -62,6 +62,8 @@ def test_blocks_that_share_a_weight_are_one_and_those_of_the_rest_none() -> None
     groups = group_blocks(model, find_blocks(model), warn=False)
     assert groups == [[model.layers[0]], [model.layers[1], model.layers[2]], [model.layers[3]]]
     assert group_blocks(model, [model.layers[0], model.head], warn=False) == [[model.layers[0]]]
+    with pytest.raises(UsageError, match="Linear is inside of another block"):
+        group_blocks(model, [model.layers, model.layers[0]], warn=False)
 
 
 # ---- the same as DDP ------------------------------------------------------------------------------------------------

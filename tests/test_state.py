@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from ddp.checkpoint.state import TrainState, snapshot
@@ -27,6 +29,12 @@ def test_tied_weights_are_one_tensor_in_a_snapshot_and_slices_are_not() -> None:
     weight = torch.arange(4.0)
     copy, _ = snapshot({"a": weight, "b": weight, "half": weight[:2]}, CpuStreams(torch.device("cpu")))
     assert copy["a"] is copy["b"] is not weight and copy["half"].tolist() == [0, 1]
+
+
+def test_a_mapping_that_a_checkpoint_could_not_load_is_refused_at_the_save() -> None:
+    """torch.load(weights_only=True) knows no other mapping than a dict."""
+    with pytest.raises(TypeError, match="which no checkpoint can hold"):
+        snapshot({"queue": UserDict({"keys": torch.ones(2)})}, CpuStreams(torch.device("cpu")))
 
 
 def test_an_equal_metric_is_no_better_one_and_any_is_better_than_nan() -> None:

@@ -57,12 +57,13 @@ def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, M
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
     def copy_once(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
-        # Not the data_ptr of a DTensor, which is always 0. Optimizer state without rows here has no memory to compare.
-        place = local(tensor).untyped_storage().data_ptr() + tensor.storage_offset() or id(tensor)
+        # Not the data_ptr of a DTensor, which is always 0, as is that of a rank without rows.
+        rows = local(tensor)
+        place = rows.data_ptr() or rows.untyped_storage().data_ptr() or id(tensor)
         key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if key not in copies:
-            rows = whole(tensor.detach())
-            copies[key] = copy(rows) if keep else torch.empty(0)
+            everything = whole(tensor.detach())
+            copies[key] = copy(everything) if keep else torch.empty(0)
         return copies[key]
 
     return streams.download(lambda copy: map_tensors(state, partial(copy_once, copy)))

@@ -34,7 +34,8 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
 # torch's DTensor raises errors of four types.
 SHARDED = re.compile(
-    "mixed torch.Tensor and DTensor|no.* sharding strategy|placement changes|FSDP does not support deep"
+    "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
+    "FSDP does not support deepcopy"
 )
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.

@@ -29,9 +29,9 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
 
 
 def named_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in `tree` that is no dictionary, list or tuple, with the keys that lead to it."""
-    if isinstance(tree, Mapping | list | tuple):
-        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+    """Everything in a state that is no dict, list or tuple, with the keys that lead to it."""
+    if isinstance(tree, dict | list | tuple):  # a checkpoint can hold no other Mapping
+        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from named_leaves(part, (*keys, key))
     else:
         yield keys, tree
@@ -39,7 +39,11 @@ def named_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything in the dictionaries, lists and tuples of `tree`, whatever it is."""
-    return (part for _, part in named_leaves(tree))
+    if isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(part)
+    else:
+        yield tree
 
 
 @runtime_checkable
