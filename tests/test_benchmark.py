@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import subprocess
 import sys
 import threading
@@ -21,10 +22,12 @@ from benchmark_report import (
     NO_TERMS,
     ONE,
     PARALLEL,
+    SHARDED,
     STRONG,
     WEAK,
     Row,
     breakdown,
+    memory_table,
     plot,
     summarize,
     table,
@@ -228,6 +231,30 @@ def test_the_cost_of_loss_terms_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(benchmark.model_file, "loss_terms", loss_terms, raising=False)
     assert on_ranks(1, counts) == [[8]], "with them, and without"
     assert on_ranks(1, kinds) == [[ONE, WEAK, NO_SYNC, NO_TERMS, DATA]]
+
+
+def test_shard_is_measured_next_to_ddp_with_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process has the memory of its rank, which grows with each measurement: the table has that of rank 1."""
+
+    def measure(ctx: DistContext) -> list[Row]:
+        used = itertools.count(5)
+        benchmark.memory_mb = lambda device: (1 + ctx.rank) * float(next(used))  # type: ignore[assignment]
+        given = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", "8", "--shard"]
+        return [*benchmark._round(Task(Config.parse(given)), ctx, seconds=0.01)]
+
+    for rows in on_ranks(2, measure):
+        found = [(row.kind, row.memory_mb) for row in rows]
+        assert found == [(SHARDED, 2.0), (WEAK, 4.0), (NO_SYNC, 6.0), (DATA, 8.0), (STRONG, 10.0)]
+
+    rows = [Row(SHARDED, 2, 8, 100.0, 20.0), Row(WEAK, 2, 8, 150.0, 40.0), Row(NO_SYNC, 2, 8, 200.0, 40.0)]
+    benchmark.show(Config.parse(["--device", "cpu", "--shard"]), tmp_path, "a title", rows)
+    text = capsys.readouterr().out
+    assert f"Memory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(summarize(rows))}\n" in text
+    assert [" ".join(line.split()) for line in memory_table(summarize(rows)).splitlines()] == [
+        "--shard, 2 processes 20 MB",
+        "DDP, 2 processes, weak 40 MB",
+    ]
+    assert [(row["kind"], row["memory_mb"]) for row in rows_of(tmp_path)][:2] == [(SHARDED, "20.0"), (WEAK, "40.0")]
 
 
 def test_one_process_does_not_communicate() -> None:

@@ -117,15 +117,15 @@ def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Pa
     source = (project / "model.py").read_text()
     source, count = re.subn(r"^(HEAD_WIDTH, .*), 0\.1$", r"\1, 0.0", source, flags=re.MULTILINE)
     assert count == 1, "dropout draws other numbers for each rank and pass"
-    divisions = [(1, 8, 1), (2, 4, 1), (2, 2, 2)]
+    divisions = [(1, 8, 1), (2, 4, 1), (2, 2, 2, "--shard")]
 
     def distances(name: str, source: str) -> tuple[float, float]:
         """How far the weights of all runs are from those of the first, and how far the losses that they log."""
         (project / "model.py").write_text(source)
         folders = [tmp_path / name / str(number) for number in range(len(divisions))]
         common = ("--dataset", "synthetic", "--device", "cpu", "--lr", 3e-4, "--warmup-epochs", 0, "--max-steps", 20)
-        for (processes, batch_size, passes), folder in zip(divisions, folders, strict=True):
-            divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, "--output-dir", folder)
+        for (processes, batch_size, passes, *more), folder in zip(divisions, folders, strict=True):
+            divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, *more, "--output-dir", folder)
             train_in(project, [processes, *common, "--log-every", 1, *divided])
         weights = [storage.read(newest(folder))["model"] for folder in folders]
         losses = [torch.tensor([line["loss"] for line in lines(folder) if "loss" in line]) for folder in folders]

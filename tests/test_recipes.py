@@ -134,16 +134,22 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_histograms_and_images(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("Histograms and images in TensorBoard"))
-    run(project, 2)
-    events = EventAccumulator(str(project / "runs/x/tensorboard"))
-    events.Reload()
-    assert "fc3.weight" in events.Tags()["histograms"] and {"conv1", "train/inputs"} <= set(events.Tags()["images"])
+    train_in(project, [2, *SHARED], [2, *SHARED, "--shard", "--output-dir", "runs/y"])
+    found = []
+    for name in ("x", "y"):
+        events = EventAccumulator(str(project / f"runs/{name}/tensorboard"))
+        events.Reload()
+        assert {"conv1", "train/inputs"} <= set(events.Tags()["images"])
+        found.append([each.histogram_value for each in events.Histograms("fc3.weight")])
+    assert found[0] and found[0] == found[1], "all rows, with --shard as well"
 
 
 def test_the_norm_of_the_gradient(tmp_path: Path) -> None:
     project = project_with(tmp_path, *edits("The norm of the gradient"))
-    train_in(project, [2, *SHARED, "--clip-grad", 0.01], [1, *SHARED, "--output-dir", "runs/y"])
-    assert all(line["grad_norm"] > 0.01 for line in lines(project / "runs/x", "train"))
+    clipped = [2, *SHARED, "--clip-grad", 0.01]
+    train_in(project, clipped, [1, *SHARED, "--output-dir", "runs/y"], [*clipped, "--shard", "--output-dir", "runs/z"])
+    found = [[line["grad_norm"] for line in lines(project / f"runs/{name}", "train")] for name in "xz"]
+    assert found[0] and min(found[0]) > 0.01 and found[0] == pytest.approx(found[1]), "with --shard as well"
     assert all("grad_norm" not in line for line in lines(project / "runs/y"))
 
 
@@ -261,7 +267,10 @@ def test_muon_with_adamw(tmp_path: Path) -> None:
 
 
 def test_lora(tmp_path: Path) -> None:
-    """The first outputs are those of the base. A checkpoint holds the adapters alone, which is enough to go on."""
+    """The first outputs are those of the base. A checkpoint holds the adapters alone, which is enough to go on.
+
+    With --shard as well, although most weights are frozen.
+    """
     project = project_with(tmp_path)
     run(project, 1, "--output-dir", "runs/base")
     shutil.copy(project / "runs/base/best.pt", project / "base.pt")
@@ -273,6 +282,8 @@ def test_lora(tmp_path: Path) -> None:
     saved = storage.read(newest(project / "runs/y"))
     names = {f"fc{number}.{part}.weight" for number in (1, 2, 3) for part in ("up", "down")}
     assert set(saved["model"]) == set(saved["ema"]) == names
+    run(project, 2, "--batch-size", 16, "--epochs", 2, "--shard", "--output-dir", "runs/s")
+    assert weights_and_momentum(project / "runs/s") == weights_and_momentum(project / "runs/y")
     output = run(project, 1, "--max-steps", 1, "--init-from", "runs/y/best.pt", "--output-dir", "runs/z")
     assert "weights from runs/y/best.pt: 6 of 6" in output
     hook = (

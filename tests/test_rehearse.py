@@ -202,6 +202,15 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert found[expected[0]][0].startswith(first)
 
 
+@pytest.mark.slow
+def test_a_sharded_run_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(rehearsed(tmp_path / "exact", "--shard").values())
+    with_model(WithStatistics)(monkeypatch)
+    found = rehearsed(tmp_path / "statistics", "--shard")
+    assert {name for name, each in found.items() if each} == {RESUMED, *EVALUATED}
+    assert found[RESUMED][0].startswith("model: layer.weight differs by ")
+
+
 def test_a_metric_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the area under a curve without positives: NaN before and after is no difference."""
     compute = model.compute_metrics

@@ -152,6 +152,41 @@ def test_a_checkpoint_resumes_on_any_number_of_processes_with_and_without_shard(
     assert found[0] == found[1] == found[2]
 
 
+def test_other_options_and_weights_that_are_loaded_train_as_with_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    monkeypatch.setattr(main.task, "build_model", build_awkward)
+    train(1, *SYNTHETIC, "--max-steps", 2, "--output-dir", tmp_path / "base")
+    given = (*SYNTHETIC, "--init-from", tmp_path / "base" / "best.pt", "--deterministic", "--profile", "--epochs", 1)
+    output = train(2, *given, "--output-dir", tmp_path / "ddp")
+    sharded = train(2, *given, "--output-dir", tmp_path / "sharded", "--shard")
+    assert f"weights from {tmp_path / 'base' / 'best.pt'}: 18 of 18" in output and "18 of 18" in sharded
+    assert compare.differences(tmp_path / "ddp", tmp_path / "sharded") == []
+    (trace,) = (tmp_path / "sharded").rglob("*trace*")
+    assert "all_gather" in trace.read_text() and [*(tmp_path / "ddp").rglob(trace.name)]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_muon_orthogonalizes_the_whole_matrix_and_not_the_rows_of_a_rank() -> None:
+    """It computes in bf16, so up to its rounding."""
+
+    def updates(ctx: DistContext) -> Any:
+        found = []
+        for words in ([], ["--shard"]):
+            torch.manual_seed(0)
+            model = nn.Linear(40, 20, bias=False)
+            before = model.weight.detach().clone()
+            wrapped = wrap_model(model, options("--device=cpu", *words), ctx)
+            optimizer = torch.optim.Muon(model.parameters(), lr=1.0, weight_decay=0)
+            torch.manual_seed(1 + ctx.rank)
+            wrapped(torch.randn(32, 40)).square().sum().backward()
+            optimizer.step()
+            found.append(whole(model.weight).detach() - before)
+        return (found[0] - found[1]).norm() / found[0].norm()
+
+    assert max(on_ranks(2, updates, "--device=cpu")) < 0.05
+
+
 class Branches(nn.Module):
     """Rank 1 does not use the second layer, or one of its weights."""
 
@@ -376,6 +411,29 @@ def test_rows_that_change_on_their_way_are_noticed(
 
     monkeypatch.setattr(DistContext, "broadcast", damaged)
     assert "error: rank 1 loaded another state than rank 0: check the memory" in train(2, *given, 4, code=4)
+
+
+def test_a_pass_with_weights_that_are_not_those_of_the_model_is_refused() -> None:
+    """FSDP2 puts its own in their place without a word, and adds to their gradients."""
+
+    def messages(ctx: DistContext) -> list[str]:
+        torch.manual_seed(0)
+        model, other = Tied(), Tied()
+        wrapped = wrap_model(model, options("--device=cpu", "--shard", "--precision=bf16"), ctx)
+        tokens = torch.zeros(2, 3, dtype=torch.long)
+        for _ in range(2):  # the second time, the root is still gathered
+            wrapped(tokens).sum().backward()
+        found = []
+        held = {name: weight.detach() for name, weight in model.named_parameters()}
+        for constants in (held, dict(other.named_parameters())):
+            with pytest.raises(UsageError) as caught:
+                torch.func.functional_call(model, constants, tokens)
+            found.append(str(caught.value))
+        model(tokens).sum().backward()
+        return found
+
+    message = "--shard: weight of Embedding was replaced, as by torch.func.functional_call: remove --shard"
+    assert on_ranks(2, messages, "--device=cpu") == [[message] * 2] * 2
 
 
 def test_an_optimizer_that_was_built_before_the_model_was_sharded_is_refused(

@@ -280,7 +280,7 @@ def show(config: Config, output: Path, title: str, rows: Sequence[Row]) -> None:
     print(f"{title}\n\n{table(lines)}")
     print("spread: between the rounds. weak: each process has a whole batch; strong: they share one.")
     if any(line.kind == SHARDED for line in lines):
-        print(f"\nMemory of a process, at its peak:\n{memory_table(lines)}")
+        print(f"\nMemory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(lines)}")
     if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
         print("DataParallel needs two GPUs.")
     if config.device == "cpu" or not torch.cuda.is_available():

@@ -10,6 +10,7 @@ import torch
 
 from ddp.core.errors import Diverged, UsageError
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.shards import whole
 from ddp.distributed.tensors import map_tensors
 
 Totals = dict[str, Any]  # tensors; lists with one entry per sample
@@ -39,7 +40,7 @@ class Meter:
         for name, value in batch_totals.items():
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
-            totals[name] = map_tensors(value, torch.Tensor.detach)  # a graph would keep the memory of its step
+            totals[name] = map_tensors(value, _detached)
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
@@ -112,6 +113,11 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows, if it is sharded, such as the norm of the gradient; no graph, which would keep the memory of its step."""
+    return whole(tensor).detach()
 
 
 def _zeros(totals: Totals) -> Totals:

@@ -78,9 +78,11 @@ def shard_model(model: nn.Module, config: RunConfig, ctx: DistContext, blocks: B
                 for norm in block.modules():
                     if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not _is_sharded_module(norm):
                         fully_shard(norm, mesh=mesh, mp_policy=for_norm)
+                        _refuse_other_weights([norm])
         fully_shard(
             group if len(group) > 1 else group[0], mesh=mesh, mp_policy=for_root if group == [model] else policy
         )
+        _refuse_other_weights(group)
     for name, weight in model.named_parameters():  # what the owner has stored there, perhaps for the optimizer
         vars(weight).update(attributes[name])
         del vars(weight)[KEPT]
@@ -124,6 +126,43 @@ def check_optimizers(parts: Mapping[str, Any]) -> None:
         groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
         if not all(is_sharded(weight) for group in groups for weight in group["params"]):
             raise UsageError(f"--shard: build {name} after wrap_model, which replaces the weights of the model")
+
+
+def _refuse_other_weights(group: list[nn.Module]) -> None:
+    """Let a forward pass raise UsageError if `group` has other weights in it, as by torch.func.functional_call.
+
+    FSDP2 would put its own in their place, and accumulate gradients in them.
+    """
+    modules = [module for block in group for module in _own_modules(block)]
+    gathered: set[int] = set()
+
+    def weights() -> Iterator[tuple[str, int]]:
+        for module in modules:
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    yield f"{name} of {type(module).__name__}", id(weight)
+
+    rows = {number for _, number in weights()}
+
+    def refuse(*_: Any) -> None:
+        for name, number in weights():
+            if number not in rows and number not in gathered:
+                raise UsageError(f"--shard: {name} was replaced, as by torch.func.functional_call: remove --shard")
+
+    def learn(*_: Any) -> None:
+        gathered.update(number for _, number in weights())  # FSDP2 keeps the tensors of all its weights
+
+    for block in group:
+        block.register_forward_pre_hook(torch.compiler.disable(refuse), prepend=True)
+        block.register_forward_pre_hook(torch.compiler.disable(learn))
+
+
+def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `block` that are in no smaller block."""
+    yield block
+    for child in block.children():
+        if not _is_sharded_module(child):
+            yield from _own_modules(child)
 
 
 def _copy_views(module: nn.Module, arguments: Any, outputs: Any) -> Any:
