@@ -300,6 +300,16 @@ def test_lora(tmp_path: Path) -> None:
     assert "frozen, and not in the file, so random" in output
 
 
+def test_blocks(tmp_path: Path) -> None:
+    """They are gathered one at a time, and trained as with DDP."""
+    plain, divided = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Blocks for --shard"))
+    run(plain, 2, "--batch-size", 8)
+    run(divided, 2, "--batch-size", 8, "--shard", "--checkpoint-activations", "--profile")
+    assert weights_and_momentum(plain / "runs/x") == weights_and_momentum(divided / "runs/x")
+    (trace,) = (divided / "runs/x").rglob("*trace*")
+    assert set(re.findall(r"FSDP::pre_forward \((\w+)\)", trace.read_text())) == {"fc1", "fc2"}
+
+
 EXTRA_STATE = """
          self.fc3 = nn.Linear(84, classes)
 +        self.seen = {"batches": 0}
