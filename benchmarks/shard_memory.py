@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=2)
     options = parser.parse_args()
     given = ["--width", options.width, "--layers", options.layers, "--batch-size", options.batch_size]
-    lines = ["| MB of the process that has most | weights | gradients | optimizer | peak of a step | peak of the start |"]
+    lines = ["| MB, at most | weights | gradients | optimizer | peak of a step | peak of the start |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory(prefix="shard-memory-") as folder:
         project = render(Path(folder))

@@ -249,8 +249,9 @@ def test_shard_is_measured_next_to_ddp_with_its_memory(tmp_path: Path, capsys: p
     rows = [Row(SHARDED, 2, 8, 100.0, 20.0), Row(WEAK, 2, 8, 150.0, 40.0), Row(NO_SYNC, 2, 8, 200.0, 40.0)]
     benchmark.show(Config.parse(["--device", "cpu", "--shard"]), tmp_path, "a title", rows)
     text = capsys.readouterr().out
-    assert f"Memory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(summarize(rows))}\n" in text
-    assert [" ".join(line.split()) for line in memory_table(summarize(rows)).splitlines()] == [
+    memory = memory_table(summarize(rows))
+    assert f"Memory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory}\n" in text
+    assert [" ".join(line.split()) for line in memory.splitlines()] == [
         "--shard, 2 processes 20 MB",
         "DDP, 2 processes, weak 40 MB",
     ]

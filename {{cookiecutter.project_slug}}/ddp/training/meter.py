@@ -116,7 +116,7 @@ class Meter:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """All rows, if it is sharded, such as the norm of the gradient; no graph, which would keep the memory of its step."""
+    """Without its graph, which would keep the memory of its step. All rows of a sharded one, such as a gradient's norm."""
     return whole(tensor).detach()
 
 
