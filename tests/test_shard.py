@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from outputs import newest
+from template_copy import changed_main
 from torch import Tensor, nn
 
 import main
@@ -18,10 +19,11 @@ from ddp.core.errors import CheckpointError, UsageError
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.shards import KEPT, is_sharded, local, whole
+from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.sharding import build_in_turn, find_blocks, group_blocks
 from ddp.training.wrapping import check_model, wrap_model
 from model import ToyModel
-from processes import on_ranks, train
+from processes import Ranks, on_ranks, train
 from small_models import build_awkward
 
 SYNTHETIC = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every", 3)
@@ -164,6 +166,36 @@ def test_other_options_and_weights_that_are_loaded_train_as_with_ddp(
     assert compare.differences(tmp_path / "ddp", tmp_path / "sharded") == []
     (trace,) = (tmp_path / "sharded").rglob("*trace*")
     assert "all_gather" in trace.read_text() and [*(tmp_path / "ddp").rglob(trace.name)]
+
+
+def test_a_number_that_is_read_from_weights_is_that_of_all_rows() -> None:
+    """torch gives each rank the sum or the maximum of its own rows, so the ranks would decide differently."""
+
+    def read(ctx: DistContext) -> Any:
+        found = []
+        for words in ([], ["--shard"]):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4, bias=False)
+            with torch.no_grad():
+                model.weight.copy_(torch.arange(16.0).view(4, 4))
+            wrapped = wrap_model(model, options("--device=cpu", *words), ctx)
+            (wrapped(torch.ones(1, 4)) * torch.arange(4.0)).sum().backward()
+            weight, gradient = model.weight.detach(), model.weight.grad
+            assert weight is not None and gradient is not None
+            numbers = [weight.sum().item(), float(weight.max()), int(weight.abs().sum()), gradient.norm().item()]
+            found.append([*numbers, bool((weight == 15).any()), bool(gradient.min() < 0), weight[0, 1].item()])
+        return found
+
+    ddp, sharded = on_ranks(2, read, "--device=cpu")[1]
+    assert sharded == pytest.approx(ddp) and ddp[:3] == [120, 15, 120] and ddp[4:] == [True, False, 1]
+
+
+def test_an_evaluation_that_counts_a_repeated_batch_is_refused(tmp_path: Path, small: None) -> None:
+    """101 samples are 13 batches, so one of two ranks repeats a batch. The line of main.py is new with --shard."""
+    old = changed_main({"        if eval_loader.counts:": "        if True:"})
+    config = options(*SYNTHETIC, "--max-steps", 1, "--shard", "--output-dir", tmp_path / "out")
+    ranks = Ranks(2, lambda rank_env: run_as_rank(old, config, rank_env))
+    assert ranks.wait() == [2, 2] and "--shard: evaluate must skip what does not count: " in ranks.output()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")

@@ -35,6 +35,7 @@ OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_AL
 # torch's DTensor raises errors of four types.
 SHARDED = re.compile(
     "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
+    "would remove or reshape sharded|"
     "FSDP does not support deepcopy"
 )
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all

@@ -155,9 +155,15 @@ class EvalLoader(_Loader):
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
         self.part, self.part_name = part, {"val": "validation"}.get(part, part)
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
-        self.counts = True  # whether the last batch counts: with --shard, a rank may repeat one of another rank
+        self._counts, self._asked = True, False
         if config.eval_batch_size is not None:
             self.chunk_size = config.eval_batch_size
+
+    @property
+    def counts(self) -> bool:
+        """Whether the last batch counts: with --shard, a rank may repeat one of another rank."""
+        self._asked = True
+        return self._counts
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
@@ -174,8 +180,12 @@ class EvalLoader(_Loader):
                 # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
                 position = number * self.ctx.world_size + self.ctx.rank
                 seed_step(self.config.seed, position, rank=-2)
-                self.counts = position < len(batches)
+                self._counts, self._asked = position < len(batches), False
                 yield batch
+                if not (self._counts or self._asked):
+                    raise UsageError(
+                        "--shard: evaluate must skip what does not count: see eval_loader.counts in main.py"
+                    )
                 if number < len(batches) // self.ctx.world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
 

@@ -25,6 +25,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def read_whole_numbers() -> None:
+    """Let item(), float(), int() and bool() of a sum or maximum of weights be that of all rows. Call it on every rank.
+
+    torch gives each rank the number of its own rows, without a word.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def of_all(read: Any) -> Any:
+        return lambda tensor: read(tensor.full_tensor())
+
+    for name in ("item", "__float__", "__int__", "__bool__"):
+        setattr(DTensor, name, of_all(getattr(torch.Tensor, name)))
+
+
 def own_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """The rows that `rank` holds, as a view: as fully_shard splits a weight. The last ranks may have none."""
     parts = tensor.chunk(world_size)

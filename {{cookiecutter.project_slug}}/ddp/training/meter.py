@@ -116,7 +116,7 @@ class Meter:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Without its graph, which would keep the memory of its step. All rows of a sharded one, such as a gradient's norm."""
+    """Without its graph, which would keep the memory of its step. All rows, such as of a gradient's norm."""
     return whole(tensor).detach()
 
 

@@ -25,7 +25,7 @@ from ddp.core.errors import UsageError, differences, first_few
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.shards import KEPT, checksum, is_sharded, keep_own_rows, restore_rows
+from ddp.distributed.shards import KEPT, checksum, is_sharded, keep_own_rows, read_whole_numbers, restore_rows
 from ddp.distributed.tensors import leaves, map_tensors
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def shard_model(model: nn.Module, config: RunConfig, ctx: DistContext, blocks: B
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _compare_built(model, ctx)
+    read_whole_numbers()
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
     dtype = DTYPES[config.precision]
     wide = torch.float32 if dtype else None
