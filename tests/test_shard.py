@@ -316,8 +316,9 @@ def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> 
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
-    with pytest.raises(UsageError, match=r"^--shard needs torch 2\.7 or newer: this is 2\.6\.0"):
+    """Over gloo, torch 2.7 and 2.8 give N times the gradient; test_sharded_training_equals_ddp_bit_for_bit finds it."""
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    with pytest.raises(UsageError, match=r"^--shard needs torch 2\.9 or newer: this is 2\.8\.0"):
         check_model(options("--shard"), nn.Linear(2, 2))
 
 
