@@ -21,7 +21,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.shards import KEPT, is_sharded, local, whole
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.sharding import build_in_turn, find_blocks, group_blocks
-from ddp.training.wrapping import check_model, wrap_model
+from ddp.training.wrapping import autocast, check_model, wrap_model
 from model import ToyModel
 from processes import Ranks, on_ranks, train
 from small_models import build_awkward
@@ -96,6 +96,9 @@ def test_tied_weights_stay_one_in_a_checkpoint() -> None:
         wrap_model(model, options("--device=cpu", "--shard"), ctx)
         assert all(map(is_sharded, model.parameters()))
         copy, _ = snapshot(model.state_dict(), ctx.streams, keep=ctx.rank == 0)
+        with torch.no_grad():
+            for weight in model.parameters():  # a file is written in the background: of a copy, also by one process
+                weight.add_(1)
         if ctx.rank > 0:
             return len(local(model.layers[0].weight))
         assert all(torch.equal(copy[name], before[name]) for name in before)
@@ -104,6 +107,36 @@ def test_tied_weights_stay_one_in_a_checkpoint() -> None:
         return None
 
     assert on_ranks(3, snapshot_of, "--device=cpu")[1:] == [2, 0]
+    assert on_ranks(1, snapshot_of, "--device=cpu") == [None]
+
+
+class Watched(nn.Linear):
+    """Remembers in which format its weight was, and whether autocast was on, which keeps copies of weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found = self.weight.dtype, len(self.weight), torch.is_autocast_enabled("cpu")
+        return super().forward(x)
+
+
+def test_weights_are_gathered_in_bf16_and_freed_after_a_step_and_after_an_evaluation() -> None:
+    def formats(ctx: DistContext) -> Any:
+        torch.manual_seed(0)
+        config = options("--device=cpu", "--shard", "--precision=bf16")
+        model = nn.Sequential(Watched(4, 4), Watched(4, 4))
+        model.top = Watched(4, 4)  # of the root, which torch keeps gathered after a forward pass
+        model.forward = lambda x: model.top(model[1](model[0](x)))  # type: ignore[method-assign]
+        wrapped = wrap_model(model, config, ctx)
+        with autocast(config, ctx):
+            outputs = wrapped(torch.ones(2, 4))
+        outputs.sum().backward()
+        freed = [all(map(is_sharded, model.parameters()))]
+        with torch.no_grad(), autocast(config, ctx):
+            wrapped(torch.ones(2, 4))
+        freed.append(all(map(is_sharded, model.parameters())))
+        return freed, {module.found for module in model.modules() if isinstance(module, Watched)}, outputs.dtype
+
+    expected = [True, True], {(torch.bfloat16, 4, False)}, torch.float32
+    assert on_ranks(2, formats, "--device=cpu") == [expected] * 2
 
 
 def test_each_option_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
