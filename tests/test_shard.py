@@ -122,9 +122,10 @@ def test_weights_are_gathered_in_bf16_and_freed_after_a_step_and_after_an_evalua
     def formats(ctx: DistContext) -> Any:
         torch.manual_seed(0)
         config = options("--device=cpu", "--shard", "--precision=bf16")
-        model = nn.Sequential(Watched(4, 4), Watched(4, 4))
+        model = nn.Module()
+        model.layers = nn.Sequential(Watched(4, 4), Watched(4, 4))
         model.top = Watched(4, 4)  # of the root, which torch keeps gathered after a forward pass
-        model.forward = lambda x: model.top(model[1](model[0](x)))  # type: ignore[method-assign]
+        model.forward = lambda x: model.top(model.layers(x))
         wrapped = wrap_model(model, config, ctx)
         with autocast(config, ctx):
             outputs = wrapped(torch.ones(2, 4))
