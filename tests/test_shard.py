@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +189,11 @@ def test_a_checkpoint_resumes_on_any_number_of_processes_with_and_without_shard(
     assert found[0] == found[1] == found[2]
 
 
-def test_other_options_and_weights_that_are_loaded_train_as_with_ddp(
+def test_adamw_with_other_options_and_weights_that_are_loaded_trains_as_with_ddp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
     monkeypatch.setattr(main.task, "build_model", build_awkward)
+    monkeypatch.setattr(main.task, "build_optimizer", lambda model, config: torch.optim.AdamW(model.parameters(), 1e-3))
     train(1, *SYNTHETIC, "--max-steps", 2, "--output-dir", tmp_path / "base")
     given = (*SYNTHETIC, "--init-from", tmp_path / "base" / "best.pt", "--deterministic", "--profile", "--epochs", 1)
     output = train(2, *given, "--output-dir", tmp_path / "ddp")
@@ -356,11 +358,13 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_model(options("--shard"), nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    "make", [partial(torch.optim.SGD, fused=True), torch.optim.Adafactor], ids=["SGD", "Adafactor"]
+)
 def test_an_optimizer_that_mixes_rows_is_refused_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
-    fused = lambda model, config: torch.optim.SGD(model.parameters(), lr=config.lr, fused=True)  # noqa: E731
-    monkeypatch.setattr(main.task, "build_optimizer", fused)
+    monkeypatch.setattr(main.task, "build_optimizer", lambda model, config: make(model.parameters(), lr=config.lr))
     output = train(1, *SYNTHETIC, "--shard", "--output-dir", tmp_path, code=2)
     assert "error: --shard: torch cannot compute this with the rows of a weight (main.py, line " in output
     assert "Traceback" not in output
