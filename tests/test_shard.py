@@ -17,6 +17,7 @@ from config import Config
 from ddp.checkpoint import compare, storage
 from ddp.checkpoint.reuse import init_weights
 from ddp.core.errors import CheckpointError, UsageError
+from ddp.core.process_exit import translate_exception
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.shards import KEPT, is_sharded, local, whole
@@ -368,6 +369,23 @@ def test_an_optimizer_that_mixes_rows_is_refused_with_one_line(
     output = train(1, *SYNTHETIC, "--shard", "--output-dir", tmp_path, code=2)
     assert "error: --shard: torch cannot compute this with the rows of a weight (main.py, line " in output
     assert "Traceback" not in output
+
+
+def test_what_torch_cannot_compute_with_rows_is_refused_with_one_line() -> None:
+    def refused(ctx: DistContext) -> list[str]:
+        model = nn.Linear(5, 5)
+        wrap_model(model, options("--device=cpu", "--shard"), ctx)
+        found = []
+        for compute in (torch.unique, lambda weight: weight.view(-1).sort(), lambda weight: weight + torch.ones(5)):
+            with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+                compute(model.weight.detach())
+            found.append(translate_exception(caught.value))
+        return [str(error) for error in found if isinstance(error, UsageError)]
+
+    torch.manual_seed(0)
+    for messages in on_ranks(2, refused, "--device=cpu"):
+        assert len(messages) == 3
+        assert all(each.startswith("--shard: torch cannot compute this with the rows of a weight") for each in messages)
 
 
 class Views(nn.Module):

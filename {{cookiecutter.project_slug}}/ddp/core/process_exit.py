@@ -32,10 +32,10 @@ from ddp.core.stacks import is_owner_file
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
-# torch's DTensor raises errors of four types.
+# torch's DTensor raises errors of several types.
 SHARDED = re.compile(
     "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
-    "would remove or reshape sharded|"
+    "Sharding propagation failed|Cannot flatten unevenly sharded|would remove or reshape sharded|"
     "FSDP does not support deepcopy"
 )
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
