@@ -19,18 +19,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
+sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "examples")]
+
+from apply import apply  # noqa: E402
+from template_copy import copy_template  # noqa: E402
+
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is not kept
-
-
-def render(folder: Path) -> Path:
-    """A project with the language model as its task."""
-    command = [sys.executable, "-m", "cookiecutter", "--no-input", "--output-dir", folder, REPOSITORY]
-    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-    (project,) = folder.iterdir()
-    apply = [sys.executable, REPOSITORY / "examples/apply.py", "language_model", project]
-    subprocess.run(list(map(str, apply)), check=True, stdout=subprocess.DEVNULL)
-    return project
 
 
 def measure(project: Path, *options: Any) -> list[dict[str, Any]]:
@@ -54,7 +48,8 @@ def main() -> None:
     lines = ["| MB, at most | weights | gradients | optimizer | peak of a step | peak of the start |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory(prefix="shard-memory-") as folder:
-        project = render(Path(folder))
+        project = copy_template(Path(folder) / "project")
+        apply("language_model", project)
         for count in options.processes:
             for name, more in (("DDP", ()), ("`--shard`", ("--shard",))):
                 ranks = measure(project, "--nproc", count, *given, *more)

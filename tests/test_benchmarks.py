@@ -172,6 +172,19 @@ def test_evaluating_resuming_and_saving_are_measured() -> None:
     assert all(abs(delay) < 10_000 for delay in delays.values()), "a difference of two times, which may be negative"
 
 
+@pytest.mark.slow
+def test_the_memory_of_each_process_is_measured() -> None:
+    """The bytes of weights, gradients and optimizer are counted: with --shard, two processes have half of them each."""
+    output = run("shard_memory.py", "--width", 256, "--layers", 2, "--processes", 2)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if "2 processes |" in line]
+    assert [row[0] for row in rows] == ["DDP, 2 processes", "`--shard`, 2 processes"]
+    (*ddp, peak, start), (*sharded, their_peak, their_start) = ([int(cell) for cell in row[1:]] for row in rows)
+    number = int(output.split()[0].replace(",", ""))
+    assert ddp == [round(4 * number / 1e6), round(4 * number / 1e6), round(8 * number / 1e6)]
+    assert sharded == pytest.approx([size / 2 for size in ddp], abs=1)
+    assert peak > sum(ddp) and their_peak > sum(sharded) and min(start, their_start) > 0
+
+
 def test_a_step_is_timed_within_one_turn() -> None:
     """Between turns a version is stopped: that time belongs to no step, and neither does an evaluation."""
     first = [0.01 * number for number in range(versions.FIRST_STEPS)]

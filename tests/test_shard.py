@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,14 @@ SYNTHETIC = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-ev
 
 def options(*words: Any) -> Config:
     return Config.parse([str(word) for word in words])
+
+
+def ddp_and_sharded(ctx: DistContext, make: Any, *words: str) -> Iterator[tuple[Any, Any]]:
+    """A model of `make`, and its wrapper: with DDP, then with --shard, from the same weights."""
+    for shard in ([], ["--shard"]):
+        torch.manual_seed(0)
+        model = make()
+        yield model, wrap_model(model, options("--device=cpu", *shard, *words), ctx)
 
 
 def stop_at(step: int) -> Any:
@@ -210,18 +220,17 @@ def test_a_number_that_is_read_from_weights_is_that_of_all_rows() -> None:
 
     def read(ctx: DistContext) -> Any:
         found = []
-        for words in ([], ["--shard"]):
-            torch.manual_seed(0)
-            model = nn.Linear(4, 4, bias=False)
-            with torch.no_grad():
-                model.weight.copy_(torch.arange(16.0).view(4, 4))
-            wrapped = wrap_model(model, options("--device=cpu", *words), ctx)
+        for model, wrapped in ddp_and_sharded(ctx, counted):
             (wrapped(torch.ones(1, 4)) * torch.arange(4.0)).sum().backward()
             weight, gradient = model.weight.detach(), model.weight.grad
-            assert weight is not None and gradient is not None
             numbers = [weight.sum().item(), float(weight.max()), int(weight.abs().sum()), gradient.norm().item()]
             found.append([*numbers, bool((weight == 15).any()), bool(gradient.min() < 0), weight[0, 1].item()])
         return found
+
+    def counted() -> nn.Module:
+        model = nn.Linear(4, 4, bias=False)
+        model.weight.data.copy_(torch.arange(16.0).view(4, 4))
+        return model
 
     ddp, sharded = on_ranks(2, read, "--device=cpu")[1]
     assert sharded == pytest.approx(ddp) and ddp[:3] == [120, 15, 120] and ddp[4:] == [True, False, 1]
@@ -241,11 +250,8 @@ def test_muon_orthogonalizes_the_whole_matrix_and_not_the_rows_of_a_rank() -> No
 
     def updates(ctx: DistContext) -> Any:
         found = []
-        for words in ([], ["--shard"]):
-            torch.manual_seed(0)
-            model = nn.Linear(40, 20, bias=False)
-            before = model.weight.detach().clone()
-            wrapped = wrap_model(model, options("--device=cpu", *words), ctx)
+        for model, wrapped in ddp_and_sharded(ctx, lambda: nn.Linear(40, 20, bias=False)):
+            before = whole(model.weight).detach().clone()
             optimizer = torch.optim.Muon(model.parameters(), lr=1.0, weight_decay=0)
             torch.manual_seed(1 + ctx.rank)
             wrapped(torch.randn(32, 40)).square().sum().backward()
@@ -417,10 +423,8 @@ class Flat(nn.Module):
 def test_views_and_buffers_that_are_read_give_the_gradients_of_ddp() -> None:
     def gradients(ctx: DistContext) -> Any:
         found = []
-        for words in ([], ["--shard"], ["--checkpoint-activations"], ["--shard", "--checkpoint-activations"]):
-            torch.manual_seed(0)
-            model = Views()
-            wrapped = wrap_model(model, options("--device=cpu", *words), ctx)
+        again = ddp_and_sharded(ctx, Views, "--checkpoint-activations")
+        for model, wrapped in chain(ddp_and_sharded(ctx, Views), again):
             for step in range(2):
                 model.zero_grad()
                 torch.manual_seed(10 * step + ctx.rank)

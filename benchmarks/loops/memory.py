@@ -6,13 +6,13 @@ last step, beyond what the process used before it built the model. `build_mb`: t
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import model as task
 from config import Config
@@ -23,8 +23,11 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.shards import local
 from ddp.entrypoint.run_main import launch
+from ddp.training.meter import Meter
 from ddp.training.run import build, prepare
-from ddp.training.wrapping import LossMean, accumulate, autocast, wrap_model
+from ddp.training.schedule import Schedule
+from ddp.training.wrapping import grad_scaler, wrap_model
+from main import Training, apply_gradients, compute_gradients
 
 
 def used_mb(peak: bool = False) -> float:
@@ -42,7 +45,7 @@ def size_mb(tensors: Iterable[Any]) -> float:
     return sum(local(each).nbytes for each in tensors if isinstance(each, torch.Tensor)) / 1e6
 
 
-def main(config: Config, env: RankEnv) -> None:
+def measure(config: Config, env: RankEnv) -> None:
     config = prepare(config, env)
     datasets = load_datasets(config)
     seed_everything(config.seed)
@@ -54,19 +57,14 @@ def main(config: Config, env: RankEnv) -> None:
         ctx.gather(None)
         built = used_mb(peak=True) - before
         optimizer = task.build_optimizer(model, config)
-        steps = TrainLoader(datasets.train, config, ctx, datasets.sampler).steps(0)
-        for _ in range(3):
+        loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
+        schedule = Schedule(optimizer, config, loader.global_batch)
+        training = Training(model, optimizer, schedule, grad_scaler(config, ctx), Meter(ctx), ema=None)
+        for batches in itertools.islice(loader.steps(0), 3):
             restart_peak()
-            for inputs, targets in next(steps):
-                mean = LossMean(task, config, ctx)
-                with accumulate(wrapped, last=True), autocast(config, ctx):
-                    outputs = task.forward(wrapped, inputs, targets)
-                    loss = task.compute_loss(outputs, targets, config)
-                mean.weigh(loss, outputs, targets).backward()
-            mean.finish(model)
+            compute_gradients(wrapped, training, batches, config, ctx)
             gradients = size_mb(weight.grad for weight in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            apply_gradients(training, config)
         state = [each for entries in optimizer.state.values() for each in entries.values()]
         rest = {"weights": size_mb(model.parameters()), "gradients": gradients, "optimizer": size_mb(state)}
         found = {"rest_mb": rest, "step_mb": used_mb(peak=True) - before, "build_mb": built}
@@ -74,8 +72,7 @@ def main(config: Config, env: RankEnv) -> None:
         for rank, each in enumerate(ctx.gather(found)):
             if ctx.rank == 0:
                 print(json.dumps({"rank": rank, "numbers": numbers, **each}), flush=True)
-        dist.barrier()
 
 
 if __name__ == "__main__":
-    launch(main, Config)
+    launch(measure, Config)

@@ -135,27 +135,23 @@ def _refuse_other_weights(group: list[nn.Module]) -> None:
     FSDP2 would put its own in their place, and accumulate gradients in them.
     """
     modules = [module for block in group for module in _own_modules(block)]
-    gathered: set[int] = set()
-
-    def weights() -> Iterator[tuple[str, int]]:
-        for module in modules:
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    yield f"{name} of {type(module).__name__}", id(weight)
-
-    rows = {number for _, number in weights()}
+    known = {id(weight) for module in modules for weight in module.parameters(recurse=False)}  # the rows
 
     def refuse(*_: Any) -> None:
-        for name, number in weights():
-            if number not in rows and number not in gathered:
-                raise UsageError(f"--shard: {name} was replaced, as by torch.func.functional_call: remove --shard")
+        for module in modules:
+            for name, weight in module.named_parameters(recurse=False):
+                if id(weight) not in known:
+                    what = f"{name} of {type(module).__name__}"
+                    raise UsageError(f"--shard: {what} was replaced, as by torch.func.functional_call: remove --shard")
 
-    def learn(*_: Any) -> None:
-        gathered.update(number for _, number in weights())  # FSDP2 keeps the tensors of all its weights
+    def learn(*_: Any) -> None:  # the gathered weights: FSDP2 creates these tensors once
+        known.update(id(weight) for module in modules for weight in module.parameters(recurse=False))
+        for hook in hooks:
+            hook.remove()
 
+    hooks = [block.register_forward_pre_hook(torch.compiler.disable(learn)) for block in group]
     for block in group:
         block.register_forward_pre_hook(torch.compiler.disable(refuse), prepend=True)
-        block.register_forward_pre_hook(torch.compiler.disable(learn))
 
 
 def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
