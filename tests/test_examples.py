@@ -130,6 +130,7 @@ def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Pa
         weights = [storage.read(newest(folder))["model"] for folder in folders]
         losses = [torch.tensor([line["loss"] for line in lines(folder) if "loss" in line]) for folder in folders]
         assert len(losses[0]) > 20 and len(weights[0]) > 40
+        assert losses[0][19] < losses[0][0] - 0.1, "they train"
         return (
             max((each[key] - weights[0][key]).abs().max().item() for each in weights[1:] for key in weights[0]),
             max((each - losses[0]).abs().max().item() for each in losses[1:]),
