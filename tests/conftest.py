@@ -65,6 +65,7 @@ LONG = (
     "nodes",
     "machines",
     "ports",
+    "crash_states",
     "launch",
     "examples",
     "slurm",

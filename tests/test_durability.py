@@ -1,16 +1,12 @@
-"""What survives when power fails: the order in which a run syncs, renames and links its files.
+"""The order in which a run syncs, renames and links its files; test_crash_states.py shows what that is good for.
 
 POSIX promises that a file or a new name is on disk only after fsync of the file, or of the directory with the name.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import pickle
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +17,7 @@ from outputs import lines
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.storage import CheckpointDirectory
-from ddp.core.process_exit import process_exit
 from ddp.training.output_dir import OutputDir
-from faults import fault
 from processes import train
 
 OPTIONS = ["--dataset", "synthetic", "--batch-size", 32, "--log-every", 2]
@@ -163,132 +157,6 @@ def test_a_write_never_changes_an_existing_file(tmp_path: Path) -> None:
     checkpoint.link(tmp_path / "best.pt", tmp_path / "step_00000001.pt")
     checkpoint.write(tmp_path / "step_00000001.pt", content(2))
     assert (tmp_path / "best.pt").read_bytes() == before
-
-
-# ---- power fails ----------------------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Writes down, in this and in forked processes, all that POSIX needs to tell what is on disk after a crash."""
-
-    def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.file = file
-        file.touch()
-        sync, rename, link, unlink, saved = os.fsync, Path.replace, os.link, Path.unlink, process_exit.record_saved
-
-        def recorded_sync(descriptor: int) -> None:
-            sync(descriptor)
-            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-            self.add("sync", path, os.fstat(descriptor).st_ino, None if path.is_dir() else path.read_bytes())
-
-        def recorded_rename(source: Path, target: Any) -> Path:
-            self.add("name", Path(target).absolute(), source.stat().st_ino, None)
-            return rename(source, target)
-
-        def recorded_link(source: Any, target: Any) -> None:
-            link(source, target)
-            self.add("name", Path(target).absolute(), os.stat(source).st_ino, None)
-
-        def recorded_unlink(path: Path, missing_ok: bool = False) -> None:
-            unlink(path, missing_ok)
-            self.add("name", path.absolute(), None, None)
-
-        def recorded_saved(step: int) -> None:
-            self.add("saved", Path(), step, None)
-            saved(step)
-
-        monkeypatch.setattr(os, "fsync", recorded_sync)
-        monkeypatch.setattr(Path, "replace", recorded_rename)
-        monkeypatch.setattr(os, "link", recorded_link)
-        monkeypatch.setattr(Path, "unlink", recorded_unlink)
-        monkeypatch.setattr(process_exit, "record_saved", recorded_saved)
-
-    def add(self, *event: Any) -> None:
-        with self.file.open("ab") as file:
-            file.write(pickle.dumps(event))
-
-    def events(self) -> Iterator[Any]:
-        with self.file.open("rb") as file, suppress(EOFError):
-            while True:
-                yield pickle.load(file)
-
-
-Files = dict[Path, bytes]
-NEEDED = (".pt", ".jsonl")  # the files without which a run does not resume exactly
-
-
-def crashes(before: Files, events: Iterable[Any]) -> Iterator[tuple[Files, int]]:
-    """All files that may be on disk if power fails after any event, and the step that was reported as saved by then.
-
-    before: files that were synced. A file has the content of its last sync, and is empty without one. Any set of the
-    names that were changed since the last sync of their directory may be on disk.
-    """
-    contents: dict[Any, bytes] = dict(before)  # of an inode; of a path, for those from before
-    names: dict[Path, Any] = {path: path for path in before}
-    changed: list[tuple[Path, Any]] = []
-    saved = 0
-    for event, path, number, content in events:
-        if event == "saved":
-            saved = max(saved, number)
-        elif event == "name" and path.suffix not in NEEDED:
-            continue
-        elif event == "name":
-            changed.append((path, number))
-        elif content is not None:
-            contents[number] = content
-        else:
-            names.update(change for change in changed if change[0].parent == path)
-            changed = [change for change in changed if change[0].parent != path]
-        changed = [change for change in changed if names.get(change[0]) != change[1]]
-        for size in range(len(changed) + 1):
-            for some in itertools.combinations(changed, size):
-                found = {**names, **dict(some)}
-                yield {path: contents.get(inode, b"") for path, inode in found.items() if inode is not None}, saved
-
-
-def check(files: Files, saved: int, output: Path, folder: Path) -> None:
-    """That a run resumes from the newest checkpoint, which is complete, with the metrics that led to it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "checkpoints").mkdir(parents=True)
-    for path, content in files.items():
-        if path.is_relative_to(output) and path.suffix in NEEDED:
-            (folder / path.relative_to(output)).write_bytes(content)
-    for path in folder.rglob("*.pt"):
-        checkpoint.verify(path)
-    content = CheckpointDirectory(Config.parse(["--output-dir", str(folder)])).find()
-    step = content["step"] if content else 0
-    assert step >= saved, f"step {saved} was saved, the newest checkpoint is {content.get('path')}"
-    if step:
-        best = checkpoint.read(folder / "best.pt")["step"] if content["best_step"] else 0
-        assert best >= content["best_step"], "a checkpoint names a better best.pt than there is"
-        logged = [line["step"] for line in lines(folder, "train")]
-        assert logged[: step // 2] == list(range(2, step + 1, 2)), f"the metrics that led to step {step} are lost"
-
-
-@fault(43)
-@pytest.mark.slow
-@pytest.mark.parametrize("links", [True, False])
-def test_power_may_fail_at_any_moment_of_a_save_or_a_resume(
-    links: bool, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    recorder, output, tried = Recorder(tmp_path / "events", monkeypatch), tmp_path / "run", 0
-    options = [*OPTIONS, "--checkpoint-every", 2, "--keep-checkpoints", 2, "--output-dir", output]
-    for end in (6, 10, 20):  # 20: the end of the epoch
-        before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-        recorder.file.write_bytes(b"")
-        train(1, *options, "--max-steps", end)
-        seen = set()
-        for files, saved in crashes(before, recorder.events()):
-            key = (saved, *((path, hash(content)) for path, content in sorted(files.items())))
-            if key not in seen:
-                check(files, saved, output, tmp_path / "after")
-                seen.add(key)
-        tried += len(seen)
-        assert saved == end
-    print(f"{tried} states after a power failure")
-    assert tried > 50
 
 
 # ---- deletions that a crash left undone -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from ddp.core.errors import CheckpointError
-from ddp.core.files import atomic_write, storage_errors, sync_directory
+from ddp.core.files import atomic_write, storage_errors, sync_directory, temporary
 from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.distributed.process_group import KEEP_ALL, DistContext, Keep
 from ddp.distributed.tensors import leaves
@@ -77,8 +77,9 @@ def link(source: Path, path: Path) -> None:
         with source.open("rb") as original, atomic_write(path, durable=True) as file:
             shutil.copyfileobj(original, file, BLOCK)
         return
-    tmp_path.replace(path)
-    sync_directory(path.parent)
+    with temporary(tmp_path, path):
+        tmp_path.replace(path)
+        sync_directory(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def atomic_write(path: Path, mode: str = "wb", *, durable: bool = False) -> Iter
     durable=True also survives a power cut: the file is synced before the rename, the directory after it.
     """
     tmp_path = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
+    with temporary(tmp_path, path):
         with tmp_path.open(mode) as file:
             yield file
             if durable:
@@ -34,8 +34,19 @@ def atomic_write(path: Path, mode: str = "wb", *, durable: bool = False) -> Iter
         tmp_path.replace(path)
         if durable:
             sync_directory(path.parent)
-    finally:
-        tmp_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary(tmp_path: Path, path: Path) -> Iterator[None]:
+    """Delete `tmp_path` if the block, in which it becomes `path`, fails. An OSError then names `path`."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # there is none after a rename; on a failing disk, the next start deletes it
+            tmp_path.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,93 @@
+"""Runs of main.py in one process with a tiny model, for a test that watches their file operations from outside.
+
+python crash_runs.py record FOLDER    trains, for strace
+python crash_runs.py fail             for each line of JSON on stdin, trains once; for failing_calls.c
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+
+from torch import nn  # noqa: E402
+
+import data  # noqa: E402
+import main  # noqa: E402
+from ddp.training.run import Run  # noqa: E402
+from processes import start, train  # noqa: E402
+
+SIZES = {"train": 160, "val": 51, "test": 50}
+OPTIONS = ["--dataset", "synthetic", "--log-every", 1, "--checkpoint-every", 2, "--keep-checkpoints", 2, "--epochs", 4]
+LAST = 20  # the last step: four epochs of five
+KILLED_AT = (7, 13)  # the recorded run is killed after these steps
+NO_LINKS = "--shard without hard links"
+WAYS: dict[str, tuple[int, list[Any]]] = {"DDP": (1, []), NO_LINKS: (2, ["--shard"])}  # processes and more options
+
+
+def build_tiny(config: Any, train_set: Any) -> nn.Module:
+    """Replaces main.task.build_model. A checkpoint has some blocks of the file system."""
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, len(train_set.classes)))
+
+
+def make_small() -> None:
+    """Replace the model and the data by small ones."""
+    main.task.build_model = build_tiny
+    data.SYNTHETIC_SIZES = SIZES
+
+
+def options(way: str, output: Path) -> list[Any]:
+    """The command that trains in one of WAYS. All have the same global batch, so they take the same steps."""
+    processes, more = WAYS[way]
+    return [*OPTIONS, *more, "--batch-size", 32 // processes, "--output-dir", output]
+
+
+def refuse_links(*_: Any) -> None:
+    """In the place of os.link."""
+    raise PermissionError(1, "Operation not permitted")  # as exFAT does
+
+
+def kill_at(step: int, run: Run) -> None:
+    if run.state.step == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def record(folder: Path) -> None:
+    """Train with each of WAYS, in a directory of that name: killed twice, and resumed to the end."""
+    link = os.link
+    for way, (processes, _) in WAYS.items():
+        os.link = refuse_links if way == NO_LINKS else link
+        for step in KILLED_AT:
+            killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))
+            assert -signal.SIGKILL in killed.wait(), killed.output()
+        train(processes, *options(way, folder / way))
+
+
+def fail() -> None:
+    """Train once for each line, {"way", "output", "end", "killed", "environment"}. Print exit codes and output."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        os.environ.update(order["environment"])
+        command = [*options(order["way"], Path(order["output"])), "--max-steps", order["end"]]
+        ranks = start(WAYS[order["way"]][0], *command)
+        for name in order["environment"]:
+            del os.environ[name]
+        if order["killed"]:  # the other ranks would need seconds to be sure that rank 0 is lost
+            os.waitid(os.P_PID, ranks.pids[0], os.WEXITED | os.WNOWAIT)
+            ranks.kill()
+        print(json.dumps([ranks.wait(), ranks.output()]), flush=True)
+
+
+if __name__ == "__main__":
+    make_small()
+    if sys.argv[1] == "record":
+        record(Path(sys.argv[2]))
+    else:
+        fail()

@@ -1,0 +1,306 @@
+"""A run that meets a power failure, an I/O error or SIGKILL at any of its file operations: what is left resumes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from outputs import assert_same_run, checkpoints
+
+import crash_runs
+from config import Config
+from crash_runs import WAYS, options
+from crash_states import Disk, Files, Operation, operations, record
+from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.storage import CheckpointDirectory
+from ddp.training.output_dir import MetricLogger, OutputDir
+from ddp.training.run import Run
+from faults import fault
+from processes import start, train
+
+TESTS = Path(__file__).resolve().parent
+RUNS = [sys.executable, TESTS / "crash_runs.py"]
+
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that a test continues have the model and the data of those that were watched."""
+    monkeypatch.setattr("main.task.build_model", crash_runs.build_tiny)
+    monkeypatch.setattr("data.SYNTHETIC_SIZES", crash_runs.SIZES)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, where an fsync takes no time."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        yield Path(name)
+
+
+# ---- power fails ----------------------------------------------------------------------------------------------------
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on, the step of best.pt, and the lines of metrics.jsonl."""
+
+    step: int
+    best_step: int
+    metrics: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the file operations of all runs in the file `trace`, and with what they have written."""
+    folder = tmp_path_factory.mktemp("recording")
+    record(folder / "trace", [*RUNS, "record", folder])
+    return folder
+
+
+def is_read(path: Path) -> bool:
+    """Whether a resume reads this file. The recording of the resumes is compared with this."""
+    return path.suffix == ".pt" or path.name == "metrics.jsonl"
+
+
+def write(files: Files, output: Path, folder: Path) -> None:
+    """Lay out `files`, which are paths in `output`, in `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path, content in files.items():
+        place = folder / path.relative_to(output)
+        place.parent.mkdir(exist_ok=True, parents=True)
+        place.write_bytes(content)
+
+
+def resume(config: Config) -> Resumed:
+    """Do what a run does before it builds its model, and delete the lines of metrics that it will write again."""
+    output_dir = OutputDir(config)
+    output_dir.open()
+    content = CheckpointDirectory(config).find()
+    MetricLogger(config, content.get("step", 0), []).close()
+    output_dir.lock.close()
+    assert not list(output_dir.path.rglob("*.tmp"))
+    for path in output_dir.path.rglob("*.pt"):
+        checkpoint.verify(path)
+    best_path = CheckpointDirectory(config).best_path
+    best_step = checkpoint.read(best_path)["step"] if best_path.exists() else 0
+    assert best_step >= content.get("best_step", 0), "a checkpoint names a better best.pt than there is"
+    metrics = (output_dir.path / "metrics.jsonl").read_text().splitlines()
+    return Resumed(content.get("step", 0), best_step, tuple(metrics))
+
+
+def load_once() -> Any:
+    """Let torch.load read equal files once. Before it, storage.read compares the digest of all bytes of the file."""
+    load, loaded = torch.load, {}
+
+    def load_new(path: Path, **options: Any) -> Any:
+        content = path.read_bytes()
+        if content not in loaded:
+            loaded[content] = load(path, **options)
+        return loaded[content]
+
+    return patch.object(torch, "load", load_new)
+
+
+def saved(done: Operation, disk: Disk) -> int:
+    """The step that status.json reports as saved after this operation; 0 if it reports none."""
+    file = disk.file(done.path)
+    if done.call != "rename" or done.path.name != "status.json" or file is None:
+        return 0
+    return json.loads(disk.contents[file][-1])["saved"] or 0
+
+
+def about(metrics: Iterable[str], last_step: int) -> list[tuple[int, str, float]]:
+    """What lines of metrics.jsonl have in every run that takes the same steps. The test follows the last checkpoint."""
+    values = [json.loads(line) for line in metrics]
+    found = [(each["step"], each["split"], each["loss"]) for each in values if each["split"] != "test"]
+    return [each for each in found if each[0] <= last_step]
+
+
+@fault(2, 43)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, recording: Path, memory: Path) -> None:
+    """While a run starts, saves, is killed, and resumes: from the newest complete checkpoint, with all metrics."""
+    output, disk, promised = recording / way, Disk(), 0
+    seen: set[Any] = set()
+    found: dict[Resumed, Files] = {}
+    whole = (output / "metrics.jsonl").read_text().splitlines()
+    read: set[Path] = set()
+    config = Config.parse(["--output-dir", str(memory / "run")])
+    with load_once():
+        for done in operations(recording / "trace", output):
+            disk.apply(done)
+            promised = max(promised, saved(done, disk))
+            if done.call == "open" and "O_RDONLY" in done.arguments and disk.file(done.path) is not None:
+                read.add(done.path)
+            kinds = (disk.states(is_read), disk.journal_states(is_read))
+            for files in (files for states in kinds for files in states):
+                key = (promised, frozenset((path, content) for path, content in files.items()))
+                if key in seen:
+                    continue
+                seen.add(key)
+                write(files, output, memory / "run")
+                resumed = resume(config)
+                assert resumed.step >= promised, f"step {promised} was reported as saved"
+                assert about(resumed.metrics, resumed.step) == about(whole, resumed.step)
+                found.setdefault(resumed, files)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
+    assert all(is_read(path) for path in read if path.is_file()), read
+    print(f"{len(seen):,} states after a power failure; {len(found)} ways to go on")
+    assert len(seen) > 1000 and {resumed.step for resumed in found} >= {0, *range(2, 21, 2)}
+    for files in found.values():
+        write(files, output, memory / "run")
+        train(WAYS[way][0], *options(way, memory / "run"))
+        assert_same_run(output, memory / "run")
+
+
+# ---- one operation fails, or is the last one ------------------------------------------------------------------------
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
+KILL = 0
+END = 6  # the run that fails resumes at step 4, and saves step 5, which is the best one, and step 6
+
+
+class Failing:
+    """A process that has torch loaded, in which one file operation of a run fails."""
+
+    def __init__(self, library: Path, folder: Path, way: str) -> None:
+        self.output, self.log, self.way = folder / "run", folder / "operations", way
+        variables = {**os.environ, "LD_PRELOAD": str(library)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process: Any = subprocess.Popen([*map(str, RUNS), "fail"], env=variables, **pipes)
+
+    def train(self, end: int, number: int = 0, error: int = 0) -> tuple[list[int], str]:
+        """The exit codes of the ranks, and their output. `number`: of the operation that fails with `error`, from 1."""
+        self.log.unlink(missing_ok=True)
+        fail = {"FAIL_FOLDER": self.output, "FAIL_LOG": self.log, "FAIL_AT": number, "FAIL_ERRNO": error}
+        variables = {name: str(value) for name, value in fail.items()}
+        order: dict[str, Any] = {"way": self.way, "output": str(self.output), "end": end}
+        order |= {"killed": number > 0 and error == KILL}
+        order["environment"] = variables
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        codes, output = json.loads(self.process.stdout.readline())
+        return codes, output
+
+    def operations(self) -> list[str]:
+        """Those of the last run."""
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """failing_calls.c, compiled."""
+    library = tmp_path_factory.mktemp("library") / "failing_calls.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, TESTS / "failing_calls.c"], check=True)
+    return library
+
+
+@pytest.fixture
+def failing(library: Path, memory: Path, request: pytest.FixtureRequest) -> Iterator[Failing]:
+    process = Failing(library, memory, request.param)
+    yield process
+    process.process.stdin.close()
+    process.process.wait()
+
+
+def kill_once_saved(run: Run) -> None:
+    """After step 4, which is no end of an epoch."""
+    if run.state.step == 4 and run.ctx.rank == 0:
+        while not (Path(run.config.output_dir) / "checkpoints" / "step_00000004.pt").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def points(failing: Failing, memory: Path, errors: Sequence[int]) -> Iterator[tuple[str, int, list[int], str]]:
+    """Resume a run once for each of its file operations and each error. Returns which, exit codes, and output.
+
+    Of TensorBoard's operations, which are more than half, each has one of three errors, or every third is killed.
+    """
+    killed = start(WAYS[failing.way][0], *options(failing.way, failing.output), after_step=kill_once_saved)
+    os.waitid(os.P_PID, killed.pids[0], os.WEXITED | os.WNOWAIT)
+    killed.kill()
+    killed.wait()
+    shutil.copytree(failing.output, memory / "before")
+    failing.train(END)
+    shutil.move(failing.output, memory / "whole")
+    for number, operation in enumerate(failing.operations(), 1):
+        for error in errors[number % 3 :][:1] if "/tensorboard/" in operation else errors:
+            shutil.copytree(memory / "before", failing.output)
+            codes, output = failing.train(END, number, error)
+            operations = failing.operations()
+            if number <= len(operations):  # those of two threads may change places
+                yield (
+                    f"{number}: {operations[number - 1]}, {errno.errorcode.get(error, 'killed')}",
+                    error,
+                    codes,
+                    output,
+                )
+            shutil.rmtree(failing.output)
+
+
+@fault(7, 8)
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", ["DDP"], indirect=True)
+def test_an_error_at_any_operation_of_a_resume_and_a_save_is_one_line_and_damages_nothing(
+    failing: Failing, memory: Path
+) -> None:
+    before = None
+    counts: dict[int, int] = {}
+    left: dict[Any, str] = {}
+    for point, error, codes, output in points(failing, memory, ERRORS):
+        before = before or checkpoints(memory / "before")
+        warnings = [line for line in output.splitlines() if line.startswith(("warning", "error", "Traceback"))]
+        (code,) = codes
+        counts[code] = counts.get(code, 0) + 1
+        if code == 0:  # an earlier checkpoint is read, or TensorBoard is left out
+            assert len(warnings) <= 1, (point, output)
+            assert_same_run(memory / "whole", failing.output)
+            continue
+        (line,) = warnings
+        assert code == (3 if "cannot write to the output directory" in line else 7), (point, output)
+        assert os.strerror(error) in line and str(failing.output) in line and ".tmp:" not in line, (point, line)
+        for path in failing.output.rglob("*.pt"):
+            checkpoint.verify(path)
+        assert checkpoints(failing.output)[-1] >= before[-1], point
+        resume_once(failing, memory, point, left)
+    print(counts, f"{len(left)} ways to go on")
+    assert min(counts[0], counts[3], counts[7]) > 10
+
+
+@fault(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", WAYS, indirect=True)
+def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(failing: Failing, memory: Path) -> None:
+    left: dict[Any, str] = {}
+    killed = 0
+    for point, _, codes, output in points(failing, memory, [KILL]):
+        assert codes[0] == -signal.SIGKILL, (point, codes, output)
+        resume_once(failing, memory, point, left)
+        killed += 1
+    print(f"killed {killed} times; {len(left)} ways to go on")
+    assert killed > 60 and len(left) > 5
+
+
+def resume_once(failing: Failing, memory: Path, point: str, left: dict[Any, str]) -> None:
+    """Resume what is left, unless the same was left before. It ends as if nothing had happened."""
+    read = [path for path in sorted(failing.output.rglob("*")) if is_read(path) or path.suffix == ".tmp"]
+    times = re.compile(rb'"(samples_per_s|step_ms|data_ms|memory_mb)": [^,}]*')
+    key = tuple((re.sub(r"[\d-]+\.tmp", "", path.name), times.sub(b"", path.read_bytes())) for path in read)
+    if left.setdefault(key, point) == point:
+        codes, output = failing.train(END)
+        assert not any(codes), (point, output)
+        assert_same_run(memory / "whole", failing.output)
