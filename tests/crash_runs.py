@@ -60,9 +60,14 @@ def kill_at(step: int, run: Run) -> None:
 
 
 def record(folder: Path) -> None:
-    """Train with each of WAYS, in a directory of that name: killed twice, and resumed to the end."""
-    link = os.link
+    """Train with each of WAYS, in a directory of that name: killed twice, and resumed to the end.
+
+    As with torchrun, a file names the last step that a rank has reported as saved: FOLDER/reports/WAY/saved.
+    """
+    link, os.environ["LOCAL_RANK"] = os.link, "0"
     for way, (processes, _) in WAYS.items():
+        (folder / "reports" / way).mkdir(parents=True)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "reports" / way / "error.json")
         os.link = refuse_links if way == NO_LINKS else link
         for step in KILLED_AT:
             killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))

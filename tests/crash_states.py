@@ -47,7 +47,7 @@ def record(trace: Path, command: list[Any]) -> None:
 
 
 def operations(trace: Path, folder: Path) -> Iterator[Operation]:
-    """The operations in `folder`, and on the directory that names it, in the order in which they ended."""
+    """The operations in `folder`, in the order in which they ended."""
     unfinished: dict[str, str] = {}
     for text in trace.read_text().splitlines():
         thread, line = text.split(None, 1)
@@ -65,7 +65,7 @@ def operations(trace: Path, folder: Path) -> Iterator[Operation]:
         folders, named = [opened for _, opened, _ in texts if opened], [quoted for quoted, _, _ in texts if quoted]
         data = named.pop()[: int(found[3])] if call == "write" and named else b""
         places = [Path(os.fsdecode(folders[-1] if folders else b""), os.fsdecode(name)) for name in named or [b""]]
-        if places[-1].is_relative_to(folder) or places[-1] == folder.parent:
+        if places[-1].is_relative_to(folder):
             yield Operation(call, places[-1], places[0], data, arguments)
 
 

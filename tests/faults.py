@@ -53,6 +53,7 @@ FAULTS = {
     41: "labels outside of the classes, inputs that are no tensors, a loss that is no scalar",
     42: "a stranger at the rendezvous port; a greeting and a reset; a file that one rank alone has",
     43: "power fails at any moment of a save or a resume",
+    44: "a machine vanishes with its disk",
     48: "state that is not in state_dict(): a queue, an inner optimizer, a generator, a sampler",
 }
 # The parts of these rows that the tests cannot show without the hardware.

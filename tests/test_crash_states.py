@@ -24,7 +24,7 @@ from outputs import assert_same_run, checkpoints
 import crash_runs
 from config import Config
 from crash_runs import WAYS, options
-from crash_states import Disk, Files, Operation, operations, record
+from crash_states import Disk, Files, operations, record
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.training.output_dir import MetricLogger, OutputDir
@@ -115,14 +115,6 @@ def load_once() -> Any:
     return patch.object(torch, "load", load_new)
 
 
-def saved(done: Operation, disk: Disk) -> int:
-    """The step that status.json reports as saved after this operation; 0 if it reports none."""
-    file = disk.file(done.path)
-    if done.call != "rename" or done.path.name != "status.json" or file is None:
-        return 0
-    return json.loads(disk.contents[file][-1])["saved"] or 0
-
-
 def about(metrics: Iterable[str], last_step: int) -> list[tuple[int, str, float]]:
     """What lines of metrics.jsonl have in every run that takes the same steps. The test follows the last checkpoint."""
     values = [json.loads(line) for line in metrics]
@@ -135,16 +127,21 @@ def about(metrics: Iterable[str], last_step: int) -> list[tuple[int, str, float]
 @pytest.mark.parametrize("way", WAYS)
 def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, recording: Path, memory: Path) -> None:
     """While a run starts, saves, is killed, and resumes: from the newest complete checkpoint, with all metrics."""
-    output, disk, promised = recording / way, Disk(), 0
+    output, disk, reports, promised = recording / way, Disk(), Disk(), 0
     seen: set[Any] = set()
     found: dict[Resumed, Files] = {}
     whole = (output / "metrics.jsonl").read_text().splitlines()
     read: set[Path] = set()
     config = Config.parse(["--output-dir", str(memory / "run")])
     with load_once():
-        for done in operations(recording / "trace", output):
+        for done in operations(recording / "trace", recording):
+            if done.path.is_relative_to(recording / "reports" / way):
+                reports.apply(done)
+                if done.call == "rename" and done.path.name == "saved":
+                    promised = max(promised, int(reports.now()[done.path]))
+            if not (done.path.is_relative_to(output) or done.path == recording):
+                continue
             disk.apply(done)
-            promised = max(promised, saved(done, disk))
             if done.call == "open" and "O_RDONLY" in done.arguments and disk.file(done.path) is not None:
                 read.add(done.path)
             kinds = (disk.states(is_read), disk.journal_states(is_read))
@@ -156,6 +153,9 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
                 write(files, output, memory / "run")
                 resumed = resume(config)
                 assert resumed.step >= promised, f"step {promised} was reported as saved"
+                assert len(list((memory / "run" / "checkpoints").iterdir())) >= min(2, promised // 2), (
+                    "--keep-checkpoints"
+                )
                 assert about(resumed.metrics, resumed.step) == about(whole, resumed.step)
                 found.setdefault(resumed, files)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
@@ -289,6 +289,8 @@ def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(failing: Fa
     killed = 0
     for point, _, codes, output in points(failing, memory, [KILL]):
         assert codes[0] == -signal.SIGKILL, (point, codes, output)
+        for path in failing.output.rglob("*.pt"):
+            checkpoint.verify(path)  # no file with this name is ever incomplete
         resume_once(failing, memory, point, left)
         killed += 1
     print(f"killed {killed} times; {len(left)} ways to go on")

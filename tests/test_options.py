@@ -178,6 +178,7 @@ VALUES: dict[str, str | None] = {
         **dict(shard=None, checkpoint_activations=None, profile=None),
     ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
+    **dict(mirror="s3://bucket/a_b"),
     **dict(seed="4", deterministic=None, strict_resume=None),
     **dict(device="cpu", backend="gloo", nproc="2", timeout="30", warn_after="5", local_rank="0"),
     **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
@@ -290,6 +291,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--resume .", ["--resume", "'.'", "auto", "never", "path"]),
     ("--checkpoint-every 0", ["--checkpoint-every", "'0'", "must be an integer >= 1"]),
     ("--keep-checkpoints 1", ["--keep-checkpoints", "'1'", "must be an integer >= 2"]),
+    ("--mirror=", ["--mirror", "path"]),
     ("--log-every 0", ["--log-every", "'0'", "must be an integer >= 1"]),
     ("--seed -1", ["--seed", "'-1'", "an integer >= 0 and <= 4294967295"]),
     ("--seed 4294967296", ["--seed", "'4294967296'", "an integer >= 0 and <= 4294967295"]),
@@ -1143,6 +1145,16 @@ def test_the_newest_few_checkpoints_are_kept(tmp_path: Path, small: None) -> Non
     outcome = run(tmp_path, "--checkpoint-every", 4, "--keep-checkpoints", 2, "--epochs", 2)
     assert outcome.steps() == [16, 20]
     assert (tmp_path / "best.pt").exists()
+
+
+@shows("mirror")
+def test_a_mirror_holds_what_another_machine_needs_to_resume(tmp_path: Path, small: None) -> None:
+    run(tmp_path / "run", "--mirror", tmp_path / "mirror", "--epochs", 2)
+    names = ["best.pt", "metrics.jsonl", *(f"checkpoints/step_{step:08d}.pt" for step in (10, 20))]
+    for name in names:
+        assert (tmp_path / "mirror" / name).exists()
+    other = run(tmp_path / "other", "--mirror", tmp_path / "mirror", "--epochs", 2)
+    assert "downloaded step_00000020.pt" in other.output and "already done" in other.output
 
 
 @shows("log_every")

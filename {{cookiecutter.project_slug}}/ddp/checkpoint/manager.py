@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -13,8 +12,10 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
+from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.state import TrainState, digest, find_non_finite, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
+from ddp.core.background import BackgroundWriter
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
 from ddp.core.options import flag_of
@@ -29,34 +30,6 @@ log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
 
 
-class BackgroundWriter:
-    """Runs one job at a time in a daemon thread, so no exit waits for it. Call `finish` before the next `start`."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.done.set()
-        self.error: Exception | None = None  # what a job has raised: it ends the run
-
-    def start(self, job: Callable[[], None]) -> None:
-        self.done.clear()
-        threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True).start()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception as error:
-            self.error = error
-        finally:
-            self.done.set()
-
-    def finish(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the job; raise what it raised. Returns whether it is done."""
-        done = self.done.wait(timeout)
-        if self.error is not None:
-            raise self.error
-        return done
-
-
 class CheckpointManager:
     """Saves a run, and resumes it. `on_saved(step)` is called whenever a checkpoint is known to be on disk."""
 
@@ -65,7 +38,8 @@ class CheckpointManager:
         self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
-        self.writer = BackgroundWriter()
+        self.writer = BackgroundWriter("checkpoint writer")
+        self.mirror = Mirror(config) if config.mirror else None  # used on rank 0
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.sharded: dict[Any, torch.Tensor] = {}  # with --shard: weights, by the keys that lead to them and by shape
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
@@ -78,6 +52,22 @@ class CheckpointManager:
             "world_size": ctx.world_size,
             "started_from": None,  # the checkpoint of another run, if --resume named one
         }
+
+    def open_mirror(self) -> None:
+        """Connect to --mirror, and download its newest checkpoint if this run has none. Call on every rank."""
+        if self.mirror is not None:
+            self.ctx.on_main(self.mirror.connect)
+            self.ctx.on_main(self.writer.start, self.mirror.restore)
+            self.wait()
+
+    def finish_mirror(self, limit: float | None = None) -> None:
+        """Wait for the upload of the last checkpoint, unless it fails; up to `limit` seconds. Call on every rank."""
+        if self.mirror is not None:
+            timeout = min(limit or self.config.timeout, self.config.timeout / 4)
+            while not self.ctx.on_main(self.mirror.finish, timeout) and limit is None:
+                pass
+            if self.ctx.rank == 0:
+                self.mirror.warn_if_behind()
 
     def save(self, sync_logs: Callable[[], None]) -> None:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
@@ -117,6 +107,8 @@ class CheckpointManager:
         if self.ctx.rank == 0 and (path := os.environ.get(SAVED_FILE_VARIABLE)):
             with suppress(OSError):  # without it, a job that starts again does not insist on a checkpoint
                 Path(path).touch()
+        if self.mirror is not None:
+            self.mirror.request(step)
         self.on_saved(step)
 
     def _states(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def option(
     above: float | None = None,  # a limit that is not itself allowed
     max: float = HUGE,
     choices: Sequence[str] = (),
-    metavar: str = "",  # what --help prints in place of a value; "PATH" refuses an empty one
+    metavar: str = "",  # what --help prints in place of a value; "PATH" and "URL" refuse an empty one
     may_change: bool | None = None,  # whether a resumed run may have another value; by default, what per_process is
     per_process: bool = False,  # whether the processes of one run may have different values, such as paths
     section: str = "training",  # of --help
@@ -113,7 +113,7 @@ class OptionParser(argparse.ArgumentParser):
                 settings["choices"] = rules["choices"]
             else:
                 settings["metavar"] = rules["metavar"] or METAVARS[kind]
-                text = path if rules["metavar"] == "PATH" else str
+                text = path if rules["metavar"] in ("PATH", "URL") else str
                 settings["type"] = (
                     text if kind is str else number(kind, rules["min"], rules["max"], above=rules["above"])
                 )

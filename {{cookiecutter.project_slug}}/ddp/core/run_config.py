@@ -70,6 +70,9 @@ class RunConfig:
     init_from: str | None = _path(None, "initial weights: a checkpoint, a state_dict, or torchvision", may_change=False)
     checkpoint_every: int | None = _run(None, "save every N steps as well as after every epoch", min=1)
     keep_checkpoints: int = _run(3, "number of checkpoints to keep, in addition to best.pt", min=2)
+    mirror: str | None = _run(
+        None, "a copy of the run, to resume on another machine: s3://, gs:// or a directory", metavar="URL"
+    )
     log_every: int = _run(100, "log every N steps, and at the end of each epoch", min=1)
     seed: int = _run(0, "seed of weights, order, augmentation and dropout", min=0, max=2**32 - 1, may_change=False)
     deterministic: bool = _run(False, "deterministic algorithms: exact resume on GPUs and 3+ processes; slower")

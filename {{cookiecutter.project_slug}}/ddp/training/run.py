@@ -46,7 +46,7 @@ class Run:
         self.checkpoints = CheckpointManager(config, ctx, self._on_saved)
         self.state = self.checkpoints.train_state
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
-        self.log = RunLog(config, ctx, self.state, trackers)
+        self.log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.train_loader: Any = None  # from resume() on, as all below
@@ -123,6 +123,7 @@ class Run:
             if self.checkpoints.last_step != self.state.step:
                 self.save()
             self.checkpoints.wait()
+            self.checkpoints.finish_mirror(LAST_SAVE_TIMEOUT_S)
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, text)
         process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
@@ -295,6 +296,7 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     run = Run(config, ctx, metric, trackers)
     if not config.evaluate:
         ctx.on_main(run.log.output_dir.open)
+        run.checkpoints.open_mirror()
     process_exit.on_hard_exit = run.hard_exit
     ctx.on_failure.append(run.fail)
     try:
@@ -304,4 +306,5 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
             raise
         run.stop()
     run.checkpoints.wait()
+    run.checkpoints.finish_mirror()
     ctx.on_main(run.succeed)

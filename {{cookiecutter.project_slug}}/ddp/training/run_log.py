@@ -4,7 +4,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile, schedule
 from tqdm import tqdm
 
-from ddp.checkpoint.manager import TrainState
+from ddp.checkpoint.manager import CheckpointManager, TrainState
 from ddp.core.errors import ExitCode, plural
 from ddp.core.files import storage_errors, write_status
 from ddp.core.process_exit import process_exit
@@ -49,8 +49,9 @@ class Moment(NamedTuple):
 class RunLog:
     """The log of one run. Every rank calls it; rank 0 alone writes files, once `open_files` was called there."""
 
-    def __init__(self, config: RunConfig, ctx: DistContext, state: TrainState, trackers: Sequence[Callable]) -> None:
-        self.config, self.ctx, self.state, self.trackers = config, ctx, state, trackers
+    def __init__(self, config: RunConfig, ctx: DistContext, checkpoints: CheckpointManager, trackers: Any) -> None:
+        self.config, self.ctx, self.trackers = config, ctx, trackers
+        self.state, self.mirror = checkpoints.train_state, checkpoints.mirror
         self.output_dir = OutputDir(config)
         self.metrics: MetricLogger | None = None  # on rank 0
         self.profiler: profile | None = None
@@ -235,6 +236,8 @@ class RunLog:
         states: dict[int | None, str] = {None: "running", ExitCode.STOPPED: "stopped"}
         state = "done" if done else states.get(exit_code, "failed")
         progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
+        if self.mirror is not None:
+            progress["mirrored"] = self.mirror.step
         left = self._remaining_s() if state == "running" else None
         about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}
         with storage_errors(self.output_dir.path / "status.json"):

@@ -1,0 +1,33 @@
+"""One job at a time in a thread."""
+
+import threading
+from collections.abc import Callable
+
+
+class BackgroundWriter:
+    """Runs one job at a time in a daemon thread, so no exit waits for it. Call `finish` before the next `start`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = threading.Event()
+        self.done.set()
+        self.error: Exception | None = None  # what a job has raised: it ends the run
+
+    def start(self, job: Callable[[], None]) -> None:
+        self.done.clear()
+        threading.Thread(target=self._run, args=(job,), name=self.name, daemon=True).start()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+    def finish(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the job; raise what it raised. Returns whether it is done."""
+        done = self.done.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return done
