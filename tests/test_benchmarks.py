@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TEMPLATE = BENCHMARKS.parent / "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(BENCHMARKS))
 
+import crash_judge  # noqa: E402
 import training  # noqa: E402
 import versions  # noqa: E402
 from training import ALL, IN_TURNS, LIMIT, NAIVE, OURS, Bench, Case, RunFailed, cases_for, table  # noqa: E402
@@ -28,7 +29,7 @@ from made_up import cifar10, jpegs  # noqa: E402
 
 def run(name: str, *options: Any) -> str:
     command = [sys.executable, str(BENCHMARKS / name), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, "COLUMNS": "100"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -201,3 +202,18 @@ def test_two_versions_take_turns() -> None:
     output = run("versions.py", BENCHMARKS.parent, "--cases", "toy-b16-p1", "--seconds", 4)
     found = re.search(r": (\d\.\d+) \((\d\.\d+) to (\d\.\d+)\), (\d+) pairs$", output)
     assert found is not None and 0 < float(found[2]) <= float(found[1]) <= float(found[3]) and int(found[4]) > 1
+
+
+@pytest.mark.slow
+def test_an_outside_judge_lets_the_project_pass(tmp_path: Path) -> None:
+    """At one point of each kind; `python benchmarks/crash_judge.py` tries all of them."""
+    printed = run("crash_judge.py", "DDP-1", "--points", 3)
+    assert re.search(r"^DDP-1: [34] PASS; [01] points that no kill can cause are left out$", printed, re.M), printed
+    work = tmp_path / "pt_1"
+    work.mkdir()
+    (work / "events.log.rank0").write_text("1\tos.rename\tcheckpoint.pt\t0\n2\topen\tmetrics.jsonl\t1\n")
+    outcome = {"raised": None, "resumed_from_step": 2, "newest_complete_step": 4, "weights_diff": 0.0}
+    (work / "result.json").write_text(json.dumps({"point": [1, "torn"], "outcome": outcome}))
+    assert crash_judge.report("made up", tmp_path) == 1, "work was lost"
+    (work / "result.json").write_text(json.dumps({"point": [2, "torn"], "outcome": outcome}))
+    assert crash_judge.report("made up", tmp_path) == 1, "no point passed"

@@ -20,9 +20,11 @@ import boto3
 import pytest
 import s3fs  # noqa: F401  # loaded once here, and not in each rank
 from outputs import checkpoints, free_port, lines, status
+from test_storage import mount, mounted
 
 import ddp.checkpoint.mirror as mirror
 from ddp.checkpoint.compare import differences
+from ddp.checkpoint.storage import verify
 from faults import fault
 from processes import start, train
 
@@ -302,6 +304,31 @@ def test_a_slow_store_does_not_slow_the_training(small: None, bucket: Bucket, pr
     assert status(tmp_path / "run")["mirrored"] == STEPS
 
 
+@fault(44)
+@pytest.mark.slow
+def test_a_directory_that_is_full_keeps_the_complete_checkpoints(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk of 1.3 MB, two checkpoints and half of the third one."""
+    monkeypatch.setattr(mirror, "RETRY_S", 0.1)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk):
+        mount("-t", "tmpfs", "-o", "size=1300k", "tmpfs", disk)
+        options = [*EVERY_2, "--mirror", disk / "run", "--keep-checkpoints", 3, "--output-dir"]
+        wait = (lambda mirror: mirror.failing or mirror.step == mirror.wanted, 0)
+        output = train(1, *options, tmp_path / "lost", after_step=At(**{f"step_{step}": wait for step in range(2, 40)}))
+        assert output.count("No space left on device") == 1 and "; training goes on" in output, output
+        assert f"this run is at step {2 * STEPS}: repeat the command" in output
+        kept = checkpoints(disk / "run")
+        assert len(kept) == 2 and "upload.tmp" in os.listdir(disk / "run")
+        for name in kept:
+            verify(disk / "run" / "checkpoints" / name)
+        assert f"downloaded {kept[-1]}" in train(
+            1, *EVERY_2, "--mirror", disk / "run", "--output-dir", tmp_path / "new"
+        )
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -347,9 +374,8 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
     assert before[-1] == checkpoints(tmp_path / "run")[-1] != "step_00000002.pt"
 
     def take_over(run: Any) -> None:
-        if (
-            run.state.step == run.checkpoints.mirror.step + 1
-        ):  # as a run does that was started elsewhere because this one seemed to be lost
+        # As a run does that was started elsewhere, because this one seemed to be lost.
+        if run.state.step == run.checkpoints.mirror.step + 1:
             owner = json.loads((tmp_path / "mirror" / "owner.json").read_text())
             (tmp_path / "mirror" / "owner.json").write_text(json.dumps({**owner, "process": "new", "host": "b"}))
 

@@ -186,9 +186,10 @@ class Mirror:
 
     def _put(self, name: str) -> None:
         place = self._at(name)
-        self.store.put_file(str(self.output_dir / name), f"{place}.tmp" if self.shows_parts else place)
+        first = self._at("upload.tmp") if self.shows_parts else place
+        self.store.put_file(str(self.output_dir / name), first)
         if self.shows_parts:
-            self.store.mv(f"{place}.tmp", place)
+            self.store.mv(first, place)
 
     # ---- the store --------------------------------------------------------------------------------------------------
 
