@@ -1149,6 +1149,7 @@ def test_the_newest_few_checkpoints_are_kept(tmp_path: Path, small: None) -> Non
 
 @shows("mirror")
 def test_a_mirror_holds_what_another_machine_needs_to_resume(tmp_path: Path, small: None) -> None:
+    (tmp_path / "mirror").mkdir()
     run(tmp_path / "run", "--mirror", tmp_path / "mirror", "--epochs", 2)
     names = ["best.pt", "metrics.jsonl", *(f"checkpoints/step_{step:08d}.pt" for step in (10, 20))]
     for name in names:

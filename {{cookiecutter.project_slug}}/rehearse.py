@@ -95,6 +95,7 @@ def checks(config: Config, nproc: int, folder: Path, start: Start = spawn) -> It
     """Each check, when it is done. Raises UserError if a run ends in another way than it should."""
     config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
     config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
+    config.mirror = None  # it holds the real run
     config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
 
     def run(name: str, nproc: int = nproc, kill: bool = False, **changes: Any) -> Path:

@@ -20,6 +20,7 @@ from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, 
 from ddp.core.files import hash_source_files
 from ddp.core.options import flag_of
 from ddp.core.run_config import RunConfig
+from ddp.core.signals import stop_signal
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
@@ -54,20 +55,26 @@ class CheckpointManager:
         }
 
     def open_mirror(self) -> None:
-        """Connect to --mirror, and download its newest checkpoint if this run has none. Call on every rank."""
+        """Connect to --mirror, and download its newest checkpoint if it is newer than ours. Call on every rank."""
         if self.mirror is not None:
-            self.ctx.on_main(self.mirror.connect)
-            self.ctx.on_main(self.writer.start, self.mirror.restore)
+            self.ctx.on_main(self.writer.start, self.mirror.open)
             self.wait()
 
     def finish_mirror(self, limit: float | None = None) -> None:
-        """Wait for the upload of the last checkpoint, unless it fails; up to `limit` seconds. Call on every rank."""
-        if self.mirror is not None:
-            timeout = min(limit or self.config.timeout, self.config.timeout / 4)
-            while not self.ctx.on_main(self.mirror.finish, timeout) and limit is None:
-                pass
-            if self.ctx.rank == 0:
-                self.mirror.warn_if_behind()
+        """Wait for the upload of the last checkpoint, unless it fails; up to `limit` seconds. Call on every rank.
+
+        Without `limit`, a request to stop ends the wait.
+        """
+        if self.mirror is None:
+            return
+        timeout, waits = min(limit or 2.0, self.config.timeout / 4), 0
+        while not self.ctx.on_main(self.mirror.finish, timeout) and limit is None:
+            waits += 1
+            if waits == 1:
+                log.info(f"waiting for the upload to {self.mirror.url}; Ctrl-C ends that")
+            if any(self.ctx.gather(stop_signal.reason is not None)):
+                break
+        self.ctx.on_main(self.mirror.warn_if_behind)
 
     def save(self, sync_logs: Callable[[], None]) -> None:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""

@@ -1,8 +1,8 @@
 """A copy of a run at the URL of --mirror, through fsspec: a machine may vanish with its disk.
 
 After each save, rank 0 uploads in the background, in this order: best.pt, metrics.jsonl, the checkpoint. So whatever a
-checkpoint there needs is there. An upload is complete or invisible. A run without checkpoints of its own downloads the
-newest one whose SHA-256 is right. owner.json there names the run, and the only process that may write.
+checkpoint there needs is there; a download has the same order. An upload is complete or invisible. owner.json there
+holds the run and its options, and the only process that may write. Nothing here ends a training that has begun.
 """
 
 import json
@@ -11,21 +11,24 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ddp.checkpoint.storage import NAME, CheckpointDirectory, InvalidCheckpoint, verify
+from ddp.checkpoint.storage import BLOCK, NAME, CheckpointDirectory, InvalidCheckpoint, verify
 from ddp.core.background import BackgroundWriter
-from ddp.core.errors import CheckpointError, SetupError, UsageError, one_line
-from ddp.core.files import TMP_PATTERN, atomic_write, sync_directory, temporary
+from ddp.core.errors import CheckpointError, SetupError, UsageError, differences, first_few, one_line
+from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.options import flag_of
 from ddp.core.run_config import RunConfig
 
 log = logging.getLogger(__name__)
-OBJECT_STORES = {"s3", "gs", "gcs", "abfs", "az"}  # show no part of a file; elsewhere, a file gets its name last
-CONNECT_TIMEOUT_S = 60.0
+Result = TypeVar("Result")
+ANSWER_TIMEOUT_S = 60.0  # for a small file at the start
 RETRY_S = 10.0
+STUCK_S = 600.0  # an upload that sends nothing for so long may wait for ever
 
 
 class Mirror:
@@ -34,23 +37,49 @@ class Mirror:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.url = config, str(config.mirror)
         self.output_dir, self.directory = Path(config.output_dir), CheckpointDirectory(config)
-        self.store: Any = None  # a file system of fsspec, from connect() on
-        self.path, self.shows_parts = "", False
-        self.owner: dict[str, str] = {}  # what owner.json holds while this process may write
+        self.store: Any = None  # a file system of fsspec, from open() on
+        self.path, self.is_directory = "", False
+        names = [item.name for item in fields(config) if not item.metadata["may_change"]]
+        self.options = {flag_of(name): getattr(config, name) for name in names}
+        self.run, self.process = uuid.uuid4().hex, uuid.uuid4().hex
+        self.may_write = False  # from claim() on, until another process takes over
         self.wanted: int | None = None  # the step of the newest checkpoint on disk
         self.step: int | None = None  # that of the newest one in the mirror
-        self.best: tuple[int, int] | None = None  # which best.pt is there: its inode, and the time of its last change
+        self.sent: dict[str, Any] = {}  # by name: which version of a file is there, as `version` says
+        self.unusable: set[str] = set()  # the names of damaged checkpoints there
         self.uploader = BackgroundWriter("mirror")
-        self.failing = False
+        self.progress = 0.0  # when the upload has sent something
+        self.failed = 0.0  # when the last upload that failed had begun
+        self.ending = 0.0  # when the run began to wait for its last upload
+        self.warned = False
 
     # ---- the start --------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Raises UsageError for a URL that cannot be used, and SetupError if nothing can be written there."""
-        connecting = BackgroundWriter("mirror")
-        connecting.start(self._connect)
-        if not connecting.finish(CONNECT_TIMEOUT_S):
-            raise SetupError(f"--mirror {self.url}: no answer within {CONNECT_TIMEOUT_S:.0f} s; check the address")
+    def open(self) -> None:
+        """Connect; if the mirror has a newer good checkpoint than this machine, download it with all that it needs.
+
+        Raises UsageError for a URL that cannot be used, or that holds another run; SetupError if it cannot be read; and
+        CheckpointError if no checkpoint there is good, and this machine has none.
+        """
+        self._reach(self._connect)
+        own = self.output_dir / "mirror.json"  # next to the checkpoints of this run
+        ours = json.loads(own.read_text()) if own.exists() else {}
+        theirs, names = self._reach(self._owner), self._reach(self._names)
+        if not theirs and ours.get("url") == self.url:
+            remedy = f"mount that disk; or delete {own}, to begin a new copy"
+            raise SetupError(f"--mirror {self.url} is empty, although this run has written to it: {remedy}")
+        if found := theirs and differences(theirs["options"], self.options, "{name} was {first}, is {second}"):
+            raise UsageError(f"--mirror {self.url} holds another run ({first_few(found)}): choose another URL")
+        local = next((step_of(path.name) for path in self.directory.paths() if is_good(path)), None)
+        if theirs and local is not None and theirs["run"] != ours.get("run"):
+            raise UsageError(f"--mirror {self.url} holds another run than {self.output_dir}: choose another URL")
+        if theirs and self.config.resume == "never":
+            raise UsageError(f"--resume never: {self.url} holds an earlier run; choose another URL, or delete it")
+        self.run = theirs.get("run") or ours.get("run") or self.run
+        with storage_errors(own), atomic_write(own, "w", durable=True) as file:
+            file.write(json.dumps({"run": self.run, "url": self.url}) + "\n")
+        if newer := [name for name in names if local is None or step_of(name) > local]:
+            self._download(newer, required=local is None)
 
     def _connect(self) -> None:
         import fsspec
@@ -59,137 +88,176 @@ class Mirror:
             self.store, path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError) as error:  # it names the package to install
             raise UsageError(f"--mirror {self.url}: {one_line(error)}") from error
-        self.path, protocol = path.rstrip("/"), self.store.protocol
-        self.shows_parts = not OBJECT_STORES & {*([protocol] if isinstance(protocol, str) else protocol)}
-        with self._reachable():
-            if self.shows_parts:
-                self.store.makedirs(self._at("checkpoints"), exist_ok=True)
-            self.store.pipe_file(self._at(".probe"), b"")
-            self.store.rm_file(self._at(".probe"))
-
-    def restore(self) -> None:
-        """Claim the mirror. If it has a newer checkpoint than this machine, download that, best.pt and metrics.jsonl.
-
-        Raises UsageError if the mirror holds another run, SetupError if it cannot be read, and CheckpointError if no
-        checkpoint there is good and this machine has none.
-        """
-        own = self.output_dir / "mirror.json"  # next to the checkpoints of this run
-        run = json.loads(own.read_text())["run"] if own.exists() else uuid.uuid4().hex
-        with self._reachable():
-            names, theirs = self._names(), self._owner().get("run")
-        local = [path.name for path in self.directory.paths()]
-        if names and local and theirs != run:
-            raise UsageError(f"--mirror {self.url} holds another run than {self.output_dir}: choose another --mirror")
-        if names and self.config.resume == "never":
-            reason = f"--resume never: {self.url} holds checkpoints of an earlier run"
-            raise UsageError(f"{reason}; choose another --mirror, or delete them")
-        if newer := [name for name in names if not local or step_of(name) > step_of(local[0])]:
-            self._download(newer, required=not local)
-        run = theirs if names and theirs else run
-        with atomic_write(own, "w", durable=True) as file:
-            file.write(json.dumps({"run": run, "url": self.url}) + "\n")
-        owner = {"run": run, "process": uuid.uuid4().hex, "host": platform.node()}
-        with self._reachable():
-            self.store.pipe_file(self._at("owner.json"), json.dumps(owner).encode())
-        self.owner = owner
+        self.path, self.is_directory = path.rstrip("/"), "file" in self.store.protocol
+        if self.is_directory and not os.path.isdir(self.path):  # it may be on a disk that is not mounted
+            raise SetupError(f"--mirror {self.url}: there is no such directory; create it, or mount its disk")
+        if self.is_directory and os.path.samefile(self.path, self.output_dir):
+            raise UsageError(f"--mirror {self.url} is the --output-dir: choose a directory on another disk")
+        self._write(".probe", b"")
 
     def _download(self, names: list[str], *, required: bool) -> None:
-        reasons = []
         for name in names:
-            try:
-                self._get(f"checkpoints/{name}")
-            except InvalidCheckpoint as error:
-                reasons.append(f"{name}: {error.reason}")
-                log.warning(f"warning: {name} in {self.url} cannot be used: {error.reason}; trying the one before it")
-                continue
-            self.step = step_of(name)
-            for other in ("best.pt", "metrics.jsonl"):
+            path = self.directory.path / name
+            tmp_path = path.with_name(f"{name}{TMP_PATTERN[1:]}")
+            with temporary(tmp_path, path):
                 try:
-                    self._get(other)
+                    if not self._get(f"checkpoints/{name}", tmp_path):
+                        raise InvalidCheckpoint(path, "it is gone")
                 except InvalidCheckpoint as error:
-                    log.warning(f"warning: {other} in {self.url} cannot be used: {error.reason}; continuing without it")
+                    self.unusable.add(name)
+                    log.warning(f"warning: {name} in {self.url} cannot be used: {error.reason}; trying the one before")
+                    tmp_path.unlink(missing_ok=True)
+                    continue
+                for other in ("best.pt", "metrics.jsonl"):
+                    self._download_other(self.output_dir / other)
+                tmp_path.replace(path)  # last: from now on, nothing else is downloaded
+                sync_directory(path.parent)
+            self.step, self.sent[name] = step_of(name), version(path)
             return log.info(f"downloaded {name} from {self.url}")
         if required:
             remedy = "choose another --mirror to start afresh"
-            raise CheckpointError(f"no checkpoint in {self.url} can be used ({'; '.join(reasons)}): {remedy}")
+            raise CheckpointError(f"no checkpoint in {self.url} can be used ({first_few(names)}): {remedy}")
 
-    def _get(self, name: str) -> None:
-        """Download a file, if it is there. Raises InvalidCheckpoint and SetupError."""
-        path = self.output_dir / name
+    def _download_other(self, path: Path) -> None:
         tmp_path = path.with_name(f"{path.name}{TMP_PATTERN[1:]}")
         with temporary(tmp_path, path):
-            with self._reachable():
-                try:
-                    self.store.get_file(self._at(name), str(tmp_path))
-                except FileNotFoundError:
-                    return
-            if path.suffix == ".pt":
-                verify(tmp_path)
-            with tmp_path.open("r+b") as file:
-                os.fsync(file.fileno())
-            tmp_path.replace(path)
-            sync_directory(path.parent)
+            try:
+                if self._get(path.name, tmp_path):
+                    tmp_path.replace(path)
+                    sync_directory(path.parent)
+            except InvalidCheckpoint as error:
+                tmp_path.unlink()
+                path.unlink(missing_ok=True)  # the checkpoint does not know an older one
+                log.warning(f"warning: {path.name} in {self.url} cannot be used: {error.reason}; continuing without it")
+
+    def _get(self, name: str, path: Path) -> bool:
+        """Download a file to `path`, and sync it. False if there is none. Raises InvalidCheckpoint and SetupError."""
+        with self._reachable():
+            try:
+                self.store.get_file(self._at(name), str(path))
+            except FileNotFoundError:
+                return False
+        with storage_errors(path), path.open("r+b") as file:
+            os.fsync(file.fileno())
+        if name.endswith(".pt"):
+            verify(path)
+        return True
+
+    def claim(self) -> None:
+        """This run may use its directory: from now on, this process alone writes to the mirror. Raises SetupError."""
+        owner = {"run": self.run, "process": self.process, "host": platform.node(), "options": self.options}
+        self._reach(lambda: self._write("owner.json", json.dumps(owner).encode()))
+        self.may_write = True
+        if self.wanted is not None:
+            self.request(self.wanted)
 
     # ---- after each save: in the background, and never in the way of the training -----------------------------------
 
     def request(self, step: int) -> None:
-        """The checkpoint of `step` is on disk: upload it, or a newer one."""
+        """The checkpoint of `step` is on disk: upload it, unless a newer one comes first."""
         self.wanted = step
-        if self.owner and self.step != step and self.uploader.done.is_set():
+        if self._is_stuck():
+            self._warn(TimeoutError(f"nothing was sent for {STUCK_S:.0f} s"))
+            self.uploader = BackgroundWriter("mirror")  # the old one may wait for ever
+        if not self._is_there() and self.uploader.done.is_set():
+            self.progress = time.monotonic()
             self.uploader.start(self._upload_newest)
 
+    def _is_there(self) -> bool:
+        """Whether nothing is left to upload."""
+        if self.wanted is None or not self.may_write:
+            return True
+        name = checkpoint_name(self.wanted)
+        return self.sent.get(name) == version(self.directory.path / name)
+
+    def _is_stuck(self) -> bool:
+        return not self.uploader.done.is_set() and time.monotonic() - self.progress > STUCK_S
+
     def finish(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the newest checkpoint. Returns whether it is there, or cannot be now."""
-        end = time.monotonic() + timeout
-        while self.owner and not self.failing and time.monotonic() < end:
-            if self.step == self.wanted and self.uploader.done.is_set():
+        """Wait up to `timeout` seconds for the newest checkpoint. Returns whether it is there, or cannot be now.
+
+        It cannot be if an upload fails that began after the first such call, or is stuck; or if another process writes.
+        """
+        begin = time.monotonic()
+        self.ending = self.ending or begin
+        while not (self._is_there() and self.uploader.done.is_set()):
+            if self.failed > self.ending or self._is_stuck():
                 return True
-            self.request(self.wanted or 0)  # it may have been saved while the last upload ended
+            if time.monotonic() > begin + timeout:
+                return False
+            if self.wanted is not None:
+                self.request(self.wanted)  # it may have been saved while the last upload ended
             self.uploader.done.wait(0.1)
-        return not self.owner or self.failing
+        return True
 
     def warn_if_behind(self) -> None:
         """The run ends. Repeating its command uploads what is missing."""
-        if self.step != self.wanted:
+        if not self._is_there():
             has = "no checkpoint" if self.step is None else f"step {self.step:,}"
             remedy = f"repeat the command, or copy {self.output_dir}"
             log.warning(f"warning: --mirror {self.url} has {has}, this run is at step {self.wanted:,}: {remedy}")
 
     def _upload_newest(self) -> None:
-        while self.owner and self.step != self.wanted:
+        uploader = self.uploader
+        while not self._is_there() and uploader is self.uploader:
+            begin = self.progress = time.monotonic()
             try:
-                self._upload()
-                if self.failing:
+                self._upload(self.wanted or 0)
+                if self.warned and self.may_write:
                     log.info(f"--mirror {self.url} works again, and has step {self.step:,}")
-                self.failing = False
-            except Exception as error:  # of the store; or the checkpoint was deleted, since there are newer ones
-                if not self.failing:
-                    effect = f"training goes on; the upload is tried again every {RETRY_S:.0f} s"
-                    log.warning(f"warning: --mirror {self.url}: {describe(error)}; {effect}")
-                self.failing = True
+                    self.warned = False
+            except Exception as error:  # each store has errors of its own
+                self._warn(error)
+                self.failed = begin
                 time.sleep(RETRY_S)
 
-    def _upload(self) -> None:
-        if (owner := self._owner()) != self.owner:
-            log.warning(f"warning: a run on {owner.get('host')} writes to {self.url} now: this one uploads no more")
-            self.owner = {}
-            return
-        newest, best = self.directory.paths()[0], self.directory.best_path
-        if best.exists() and self.best != (found := (best.stat().st_ino, best.stat().st_mtime_ns)):
-            self._put(best.name)
-            self.best = found
-        self._put("metrics.jsonl")
-        self._put(f"checkpoints/{newest.name}")
-        self.step = step_of(newest.name)
-        for name in self._names()[self.config.keep_checkpoints :]:
-            self.store.rm_file(self._at(f"checkpoints/{name}"))
+    def _warn(self, error: Exception) -> None:
+        if not self.warned:
+            effect = f"training goes on; the upload is tried again every {RETRY_S:.0f} s"
+            log.warning(f"warning: --mirror {self.url}: {describe(error)}; {effect}")
+        self.warned = True
 
-    def _put(self, name: str) -> None:
-        place = self._at(name)
-        first = self._at("upload.tmp") if self.shows_parts else place
-        self.store.put_file(str(self.output_dir / name), first)
-        if self.shows_parts:
-            self.store.mv(first, place)
+    def _upload(self, step: int) -> None:
+        best, name = self.directory.best_path, checkpoint_name(step)
+        sent = version(self.directory.path / name)
+        with self._held(self.directory.path / name) as checkpoint:
+            if not self._is_owner():
+                return
+            if self.sent.get(best.name) != (found := version(best)):
+                self._put(best, best.name)
+                self.sent[best.name] = found
+            self._put(self.output_dir / "metrics.jsonl", "metrics.jsonl")
+            if not self._is_owner():
+                return
+            self._put(checkpoint, f"checkpoints/{name}")
+        self.step, self.sent[name] = step, sent
+        self.unusable.discard(name)
+        good = [each for each in self._names() if each not in self.unusable]
+        for old in (*good[self.config.keep_checkpoints :], *self.unusable):
+            with suppress(FileNotFoundError):
+                self.store.rm_file(self._at(f"checkpoints/{old}"))
+        self.unusable.clear()
+
+    @contextmanager
+    def _held(self, path: Path) -> Iterator[Path]:
+        """Another name of a file, under which it remains while newer checkpoints replace it."""
+        held = path.with_name(f"{path.name}.upload{TMP_PATTERN[1:]}")
+        held.unlink(missing_ok=True)
+        try:
+            with suppress(OSError):  # without hard links, a slow upload of a deleted file fails
+                os.link(path, held)
+            yield held if held.exists() else path
+        finally:
+            held.unlink(missing_ok=True)
+
+    def _is_owner(self) -> bool:
+        owner = self._owner()
+        if not owner:
+            raise FileNotFoundError("owner.json is gone")  # a disk that is no longer mounted, for example
+        if owner["process"] != self.process:
+            log.warning(f"warning: a run on {owner['host']} writes to {self.url} now: this one uploads no more")
+            self.may_write = False
+        return self.may_write
 
     # ---- the store --------------------------------------------------------------------------------------------------
 
@@ -203,19 +271,73 @@ class Mirror:
             found = [os.path.basename(path) for path in self.store.ls(self._at("checkpoints"), detail=False)]
         return sorted(filter(NAME.fullmatch, found), key=step_of, reverse=True)
 
-    def _owner(self) -> dict[str, str]:
+    def _owner(self) -> dict[str, Any]:
+        """The content of owner.json; empty if there is none."""
         with suppress(FileNotFoundError):
             return json.loads(self.store.cat_file(self._at("owner.json")))
         return {}
 
+    def _write(self, name: str, content: bytes) -> None:
+        if not self.is_directory:
+            self.store.pipe_file(self._at(name), content)
+            return
+        with atomic_write(Path(self._at(name)), durable=True) as file:
+            file.write(content)
+
+    def _put(self, source: Path, name: str) -> None:
+        """Upload a file. Object stores show it once it is complete; in a directory, it gets its name then."""
+        from fsspec.callbacks import Callback
+
+        if not self.is_directory:
+            progress = Callback(hooks={"time": lambda *_, **__: setattr(self, "progress", time.monotonic())})
+            self.store.put_file(str(source), self._at(name), callback=progress)
+            return
+        Path(self._at(name)).parent.mkdir(exist_ok=True)
+        with source.open("rb") as original, atomic_write(Path(self._at(name)), durable=True) as file:
+            while block := original.read(BLOCK):
+                file.write(block)
+                self.progress = time.monotonic()
+
+    def _reach(self, action: Callable[[], Result]) -> Result:
+        """The result of `action`, which needs the store. Raises SetupError if that fails, or takes too long."""
+        results: list[Result] = []
+        thread, timeout = BackgroundWriter("mirror"), min(ANSWER_TIMEOUT_S, self.config.timeout / 2)
+        with self._reachable():
+            thread.start(lambda: results.append(action()))
+            if not thread.finish(timeout):
+                raise TimeoutError(f"no answer within {timeout:.0f} s")
+        return results[0]
+
     @contextmanager
     def _reachable(self) -> Iterator[None]:
-        """Turn any error of the block into a SetupError: each store has errors of its own."""
+        """Turn any error of a store in the block into a SetupError."""
         try:
             yield
+        except (UsageError, SetupError):
+            raise
         except Exception as error:
             remedy = "check the address, the credentials and the network, or remove --mirror"
             raise SetupError(f"--mirror {self.url} cannot be used: {describe(error)}; {remedy}") from error
+
+
+def is_good(path: Path) -> bool:
+    """Whether a checkpoint is exactly what was written."""
+    with suppress(InvalidCheckpoint):
+        verify(path)
+        return True
+    return False
+
+
+def version(path: Path) -> tuple[int, int] | None:
+    """Differs between two files that had this name; None if there is none."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    return None
+
+
+def checkpoint_name(step: int) -> str:
+    """As CheckpointDirectory names it."""
+    return f"step_{step:08d}.pt"
 
 
 def step_of(name: str) -> int:

@@ -35,6 +35,7 @@ from ddp.training.wrapping import check_model, choose_algorithms, model_name
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
 Metric = Callable[[Mapping[str, float]], float]
+LAST_UPLOAD_TIMEOUT_S = 5.0  # of a run that fails
 LAST_SAVE_TIMEOUT_S = 25.0  # torchrun kills the other processes 30 s after one failed
 
 
@@ -72,6 +73,8 @@ class Run:
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
             self.ctx.on_main(self.log.open_files)
+            if self.checkpoints.mirror is not None:
+                self.ctx.on_main(self.checkpoints.mirror.claim)
         elif resumed_from is None:
             where = self.log.output_dir.checkpoints
             raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
@@ -123,7 +126,8 @@ class Run:
             if self.checkpoints.last_step != self.state.step:
                 self.save()
             self.checkpoints.wait()
-            self.checkpoints.finish_mirror(LAST_SAVE_TIMEOUT_S)
+            waited = time.monotonic() - stop_signal.requested_at
+            self.checkpoints.finish_mirror(max(1.0, LAST_SAVE_TIMEOUT_S - waited))
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, text)
         process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
@@ -244,6 +248,9 @@ class Run:
         """Add to `error` what the user needs to know of the run, and record it."""
         if not isinstance(error, Stopped):  # a checkpoint in flight holds a good state, whatever has happened since
             self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
+            if self.checkpoints.mirror is not None and self.ctx.rank == 0:
+                self.checkpoints.mirror.finish(LAST_UPLOAD_TIMEOUT_S)
+                self.checkpoints.mirror.warn_if_behind()
         if isinstance(error, Diverged):
             last = next(iter(self.checkpoints.directory.paths()), "none")
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
@@ -306,5 +313,6 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
             raise
         run.stop()
     run.checkpoints.wait()
-    run.checkpoints.finish_mirror()
+    if not config.evaluate:
+        run.checkpoints.finish_mirror()
     ctx.on_main(run.succeed)
