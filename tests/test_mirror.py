@@ -201,7 +201,7 @@ def test_a_run_whose_disk_is_gone_resumes_elsewhere_and_ends_the_same(
 
     kill = At(step_11=(lambda mirror: mirror.step == 10, At.KILL))
     options = [*EVERY_2, "--mirror", bucket.url, "--resume"]
-    assert "there is no checkpoint" in the_error(train(2, *options, "must", "--output-dir", tmp_path / "new", code=4))
+    assert "there is no checkpoint" in the_error(train(2, *options, "must", "--output-dir", tmp_path / "lost", code=4))
     lost = start(2, *options, "auto", "--output-dir", tmp_path / "lost", after_step=kill)
     assert lost.wait() == [-9, 8], lost.output()
     assert bucket.files()[-3:] == ["checkpoints/step_00000010.pt", "metrics.jsonl", "owner.json"]
@@ -448,11 +448,15 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
     assert f"{tmp_path / 'mirror'} holds an earlier run" in line
     assert checkpoints(tmp_path / "mirror") == before == ["step_00000002.pt"]
 
+    left_over = tmp_path / "mirror" / "checkpoints" / "step_00000001.pt.1-1.tmp"  # of an upload that was killed
+    left_over.touch()
     # A run that is asked to stop waits for the upload of what it has saved.
     term = At(step_3=(lambda mirror: True, signal.SIGTERM))
     train(1, *EVERY_2, *mirrored, tmp_path / "run", "--max-steps", 4000, "--epochs", 100, after_step=term, code=75)
     before = checkpoints(tmp_path / "mirror")
     assert before[-1] == checkpoints(tmp_path / "run")[-1] != "step_00000002.pt"
+
+    assert not left_over.exists()
 
     def take_over(run: Any) -> None:
         # As a run does that was started elsewhere, because this one seemed to be lost.

@@ -37,11 +37,13 @@ class Mirror:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.url = config, str(config.mirror)
         self.output_dir, self.directory = Path(config.output_dir), CheckpointDirectory(config)
+        self.own = self.output_dir / "mirror.json"  # next to the checkpoints of this run
         self.store: Any = None  # a file system of fsspec, from open() on
         self.path, self.is_directory = "", False
-        names = [item.name for item in fields(config) if not item.metadata["may_change"]]
-        self.options = {flag_of(name): getattr(config, name) for name in names}
-        self.run, self.process = uuid.uuid4().hex, uuid.uuid4().hex
+        fixed = [item.name for item in fields(config) if not item.metadata["may_change"]]
+        self.options = {flag_of(name): getattr(config, name) for name in fixed}
+        self.process = uuid.uuid4().hex
+        self.record = {"run": self.process, "process": self.process, "host": platform.node(), "options": self.options}
         self.may_write = False  # from claim() on, until another process takes over
         self.wanted: int | None = None  # the step of the newest checkpoint on disk
         self.step: int | None = None  # that of the newest one in the mirror
@@ -62,24 +64,30 @@ class Mirror:
         CheckpointError if no checkpoint there is good, and this machine has none.
         """
         self._reach(self._connect)
-        own = self.output_dir / "mirror.json"  # next to the checkpoints of this run
-        ours = json.loads(own.read_text()) if own.exists() else {}
+        ours = json.loads(self.own.read_text()) if self.own.exists() else {}
         theirs, names = self._reach(self._owner), self._reach(self._names)
         if not theirs and ours.get("url") == self.url:
-            remedy = f"mount that disk; or delete {own}, to begin a new copy"
+            remedy = f"mount that disk; or delete {self.own}, to begin a new copy"
             raise SetupError(f"--mirror {self.url} is empty, although this run has written to it: {remedy}")
-        if found := theirs and differences(theirs["options"], self.options, "{name} was {first}, is {second}"):
+        known = theirs.get("options", {}).keys() & self.options.keys()  # another version may have more options
+        before, now = ({name: each[name] for name in known} for each in (theirs.get("options", {}), self.options))
+        if found := differences(before, now, "{name} was {first}, is {second}"):
             raise UsageError(f"--mirror {self.url} holds another run ({first_few(found)}): choose another URL")
         local = next((step_of(path.name) for path in self.directory.paths() if is_good(path)), None)
         if theirs and local is not None and theirs["run"] != ours.get("run"):
             raise UsageError(f"--mirror {self.url} holds another run than {self.output_dir}: choose another URL")
         if theirs and self.config.resume == "never":
             raise UsageError(f"--resume never: {self.url} holds an earlier run; choose another URL, or delete it")
-        self.run = theirs.get("run") or ours.get("run") or self.run
-        with storage_errors(own), atomic_write(own, "w", durable=True) as file:
-            file.write(json.dumps({"run": self.run, "url": self.url}) + "\n")
+        self.record["run"] = theirs.get("run") or ours.get("run") or self.process
+        self._remember(ours.get("url"))
+        self._reach(lambda: self._put(self.own, ".probe"))
         if newer := [name for name in names if local is None or step_of(name) > local]:
             self._download(newer, required=local is None)
+
+    def _remember(self, url: str | None) -> None:
+        """Store which run and which process this is, and the URL once owner.json is there."""
+        with storage_errors(self.own), atomic_write(self.own, "w", durable=True) as file:
+            file.write(json.dumps({**self.record, "url": url}))
 
     def _connect(self) -> None:
         import fsspec
@@ -93,7 +101,6 @@ class Mirror:
             raise SetupError(f"--mirror {self.url}: there is no such directory; create it, or mount its disk")
         if self.is_directory and os.path.samefile(self.path, self.output_dir):
             raise UsageError(f"--mirror {self.url} is the --output-dir: choose a directory on another disk")
-        self._write(".probe", b"")
 
     def _download(self, names: list[str], *, required: bool) -> None:
         for name in names:
@@ -145,8 +152,10 @@ class Mirror:
 
     def claim(self) -> None:
         """This run may use its directory: from now on, this process alone writes to the mirror. Raises SetupError."""
-        owner = {"run": self.run, "process": self.process, "host": platform.node(), "options": self.options}
-        self._reach(lambda: self._write("owner.json", json.dumps(owner).encode()))
+        self._reach(lambda: self._put(self.own, "owner.json"))
+        self._remember(self.url)
+        for left_over in Path(self.path).rglob(TMP_PATTERN) if self.is_directory else ():
+            left_over.unlink(missing_ok=True)
         self.may_write = True
         if self.wanted is not None:
             self.request(self.wanted)
@@ -167,8 +176,11 @@ class Mirror:
         """Whether nothing is left to upload."""
         if self.wanted is None or not self.may_write:
             return True
-        name = checkpoint_name(self.wanted)
-        return self.sent.get(name) == version(self.directory.path / name)
+        path = self._path_of(self.wanted)
+        return self.sent.get(path.name) == version(path)
+
+    def _path_of(self, step: int) -> Path:
+        return self.directory.path / f"step_{step:08d}.pt"
 
     def _is_stuck(self) -> bool:
         return not self.uploader.done.is_set() and time.monotonic() - self.progress > STUCK_S
@@ -218,9 +230,9 @@ class Mirror:
         self.warned = True
 
     def _upload(self, step: int) -> None:
-        best, name = self.directory.best_path, checkpoint_name(step)
-        sent = version(self.directory.path / name)
-        with self._held(self.directory.path / name) as checkpoint:
+        best, path = self.directory.best_path, self._path_of(step)
+        name, sent = path.name, version(path)
+        with self._held(path) as checkpoint:
             if not self._is_owner():
                 return
             if self.sent.get(best.name) != (found := version(best)):
@@ -277,13 +289,6 @@ class Mirror:
             return json.loads(self.store.cat_file(self._at("owner.json")))
         return {}
 
-    def _write(self, name: str, content: bytes) -> None:
-        if not self.is_directory:
-            self.store.pipe_file(self._at(name), content)
-            return
-        with atomic_write(Path(self._at(name)), durable=True) as file:
-            file.write(content)
-
     def _put(self, source: Path, name: str) -> None:
         """Upload a file. Object stores show it once it is complete; in a directory, it gets its name then."""
         from fsspec.callbacks import Callback
@@ -333,11 +338,6 @@ def version(path: Path) -> tuple[int, int] | None:
     with suppress(FileNotFoundError):
         return path.stat().st_ino, path.stat().st_mtime_ns
     return None
-
-
-def checkpoint_name(step: int) -> str:
-    """As CheckpointDirectory names it."""
-    return f"step_{step:08d}.pt"
 
 
 def step_of(name: str) -> int:
