@@ -62,9 +62,16 @@ class Resumed(NamedTuple):
     metrics: tuple[str, ...]
 
 
+def require(program: str) -> None:
+    if shutil.which(program) is None:
+        assert not os.environ.get("CI"), f"in CI this test must run, but it needs {program}"
+        pytest.skip(f"needs {program}")
+
+
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the file operations of all runs in the file `trace`, and with what they have written."""
+    require("strace")
     folder = tmp_path_factory.mktemp("recording")
     record(folder / "trace", [*RUNS, "record", folder])
     return folder
@@ -204,6 +211,7 @@ class Failing:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """failing_calls.c, compiled."""
+    require("cc")
     library = tmp_path_factory.mktemp("library") / "failing_calls.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, TESTS / "failing_calls.c"], check=True)
     return library
