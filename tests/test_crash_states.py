@@ -55,7 +55,7 @@ def memory() -> Iterator[Path]:
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on, the step of best.pt, and the lines of metrics.jsonl."""
+    """Where a run resumes, the step of best.pt, and the lines of metrics.jsonl."""
 
     step: int
     best_step: int
@@ -167,7 +167,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
                 found.setdefault(resumed, files)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
     assert all(is_read(path) for path in read if path.is_file()), read
-    print(f"{len(seen):,} states after a power failure; {len(found)} ways to go on")
+    print(f"{len(seen):,} states after a power failure; {len(found)} ways to resume")
     assert len(seen) > 1000 and {resumed.step for resumed in found} >= {0, *range(2, 21, 2)}
     for files in found.values():
         write(files, output, memory / "run")
@@ -285,7 +285,7 @@ def test_an_error_at_any_operation_of_a_resume_and_a_save_is_one_line_and_damage
             checkpoint.verify(path)
         assert checkpoints(failing.output)[-1] >= before[-1], point
         resume_once(failing, memory, point, left)
-    print(counts, f"{len(left)} ways to go on")
+    print(counts, f"{len(left)} ways to resume")
     assert min(counts[0], counts[3], counts[7]) > 10
 
 
@@ -301,7 +301,7 @@ def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(failing: Fa
             checkpoint.verify(path)  # no file with this name is ever incomplete
         resume_once(failing, memory, point, left)
         killed += 1
-    print(f"killed {killed} times; {len(left)} ways to go on")
+    print(f"killed {killed} times; {len(left)} ways to resume")
     assert killed > 60 and len(left) > 5
 
 

@@ -15,6 +15,7 @@ import torch
 from outputs import lines
 
 from config import Config
+from crash_runs import refuse_links
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.training.output_dir import OutputDir
@@ -58,11 +59,6 @@ def noted(events: Path, folder: Path) -> list[str]:
     found = [line.split(" ", 1) for line in events.read_text().splitlines()]
     places = [(event, os.path.relpath(path, folder)) for event, path in found]
     return [f"{event} {place.split('.pt.')[0].split('.jsonl.')[0]}" for event, place in places]
-
-
-def refuse(*_: Any) -> None:
-    """In the place of os.link."""
-    raise PermissionError(1, "Operation not permitted")  # as exFAT does
 
 
 def content(step: int) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def test_without_hard_links_the_best_checkpoint_is_copied(
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse_links)
     directory = CheckpointDirectory(Config.parse(["--output-dir", str(tmp_path / "run")]))
     directory.write(content(1), best=True)
     step = tmp_path / "run" / "checkpoints" / "step_00000001.pt"

@@ -266,7 +266,7 @@ def test_a_damaged_checkpoint_in_the_mirror_is_skipped_and_no_run_starts_afresh(
 
 @fault(44)
 @pytest.mark.slow
-def test_a_store_that_is_away_for_a_while_is_a_warning_and_training_goes_on(
+def test_a_store_that_is_away_for_a_while_is_a_warning_and_training_continues(
     small: None, bucket: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
     options = [*EVERY_2, "--mirror", bucket.url, "--output-dir", tmp_path / "run"]
@@ -278,7 +278,7 @@ def test_a_store_that_is_away_for_a_while_is_a_warning_and_training_goes_on(
     ranks = start(2, *options, after_step=At(**steps))
     assert ranks.wait() == [0, 0], ranks.output()
     output = ranks.output()
-    assert output.count(f"warning: --mirror {bucket.url}: ") == 1 and "training goes on" in output
+    assert output.count(f"warning: --mirror {bucket.url}: ") == 1 and "training continues" in output
     assert f"--mirror {bucket.url} works again, and has step" in output
     assert status(tmp_path / "run")["mirrored"] == STEPS
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == list(range(2, STEPS + 1, 2))
@@ -358,7 +358,7 @@ def test_what_is_damaged_or_gone_on_one_side_comes_from_the_other(
             (tmp_path / "kept").rename(owner)
 
     text = train(1, *options, 14, after_step=lose)
-    assert "owner.json is gone; training goes on" in text and "works again, and has step" in text
+    assert "owner.json is gone; training continues" in text and "works again, and has step" in text
     assert checkpoints(copy) == checkpoints(output)[-2:]
     shutil.rmtree(copy)
     assert "there is no such directory" in the_error(train(1, *options, 14, code=3))
@@ -396,7 +396,7 @@ def test_a_directory_that_is_full_keeps_the_complete_checkpoints(
         options = [*EVERY_2, "--mirror", disk / "run", "--keep-checkpoints", 3, "--output-dir"]
         wait = (lambda mirror: mirror.warned or mirror.step == mirror.wanted, 0)
         output = train(1, *options, tmp_path / "lost", after_step=At(**{f"step_{step}": wait for step in range(2, 40)}))
-        assert output.count("No space left on device") == 1 and "; training goes on" in output, output
+        assert output.count("No space left on device") == 1 and "; training continues" in output, output
         assert f"this run is at step {2 * STEPS}: repeat the command" in output
         kept = checkpoints(disk / "run")
         assert len(kept) == 2 and not list(disk.rglob("*.tmp"))

@@ -2,7 +2,7 @@
 
 After each save, rank 0 uploads in the background, in this order: best.pt, metrics.jsonl, the checkpoint. So whatever a
 checkpoint there needs is there; a download has the same order. An upload is complete or invisible. owner.json there
-holds the run and its options, and the only process that may write. Nothing here ends a training that has begun.
+holds the run, its options, and the only process that may write. Once training has started, no error here ends it.
 """
 
 import json
@@ -17,10 +17,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddp.checkpoint.storage import BLOCK, NAME, CheckpointDirectory, InvalidCheckpoint, verify
+from ddp.checkpoint.storage import BLOCK, NAME, CheckpointDirectory, InvalidCheckpoint, step_of, verify
 from ddp.core.background import BackgroundWriter
-from ddp.core.errors import CheckpointError, SetupError, UsageError, differences, first_few, one_line
-from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
+from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
 from ddp.core.options import flag_of
 from ddp.core.run_config import RunConfig
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 ANSWER_TIMEOUT_S = 60.0  # for a small file at the start
 RETRY_S = 10.0
-STUCK_S = 600.0  # an upload that sends nothing for so long may wait for ever
+STUCK_S = 600.0  # an upload that sends nothing for this time may wait indefinitely
 
 
 class Mirror:
@@ -47,12 +47,12 @@ class Mirror:
         self.may_write = False  # from claim() on, until another process takes over
         self.wanted: int | None = None  # the step of the newest checkpoint on disk
         self.step: int | None = None  # that of the newest one in the mirror
-        self.sent: dict[str, Any] = {}  # by name: which version of a file is there, as `version` says
+        self.sent: dict[str, Any] = {}  # by name: the `version` of the file that is there
         self.unusable: set[str] = set()  # the names of damaged checkpoints there
         self.uploader = BackgroundWriter("mirror")
         self.progress = 0.0  # when the upload has sent something
-        self.failed = 0.0  # when the last upload that failed had begun
-        self.ending = 0.0  # when the run began to wait for its last upload
+        self.failed = 0.0  # when the last failed upload started
+        self.ending = 0.0  # when the run started to wait for its last upload
         self.warned = False
 
     # ---- the start --------------------------------------------------------------------------------------------------
@@ -104,51 +104,40 @@ class Mirror:
 
     def _download(self, names: list[str], *, required: bool) -> None:
         for name in names:
-            path = self.directory.path / name
-            tmp_path = path.with_name(f"{name}{TMP_PATTERN[1:]}")
-            with temporary(tmp_path, path):
-                try:
-                    if not self._get(f"checkpoints/{name}", tmp_path):
-                        raise InvalidCheckpoint(path, "it is gone")
-                except InvalidCheckpoint as error:
-                    self.unusable.add(name)
-                    log.warning(f"warning: {name} in {self.url} cannot be used: {error.reason}; trying the one before")
-                    tmp_path.unlink(missing_ok=True)
-                    continue
-                for other in ("best.pt", "metrics.jsonl"):
-                    self._download_other(self.output_dir / other)
-                tmp_path.replace(path)  # last: from now on, nothing else is downloaded
-                sync_directory(path.parent)
-            self.step, self.sent[name] = step_of(name), version(path)
+            try:
+                self._get(f"checkpoints/{name}", before_rename=self._download_others)
+            except InvalidCheckpoint as error:
+                self.unusable.add(name)
+                log.warning(f"warning: {name} in {self.url} cannot be used: {error.reason}; trying the one before it")
+                continue
+            self.step, self.sent[name] = step_of(name), version(self.directory.path / name)
             return log.info(f"downloaded {name} from {self.url}")
         if required:
             remedy = "choose another --mirror to start afresh"
             raise CheckpointError(f"no checkpoint in {self.url} can be used ({first_few(names)}): {remedy}")
 
-    def _download_other(self, path: Path) -> None:
-        tmp_path = path.with_name(f"{path.name}{TMP_PATTERN[1:]}")
-        with temporary(tmp_path, path):
+    def _download_others(self) -> None:
+        """What a checkpoint needs, before it gets its name: a start that is killed in between downloads all again."""
+        for path in (self.directory.best_path, self.output_dir / "metrics.jsonl"):
             try:
-                if self._get(path.name, tmp_path):
-                    tmp_path.replace(path)
-                    sync_directory(path.parent)
+                if self.store.exists(self._at(path.name)):
+                    self._get(path.name)
             except InvalidCheckpoint as error:
-                tmp_path.unlink()
                 path.unlink(missing_ok=True)  # the checkpoint does not know an older one
-                log.warning(f"warning: {path.name} in {self.url} cannot be used: {error.reason}; continuing without it")
+                log.warning(f"warning: {path.name} in {self.url} cannot be used: {error.reason}; resuming without it")
 
-    def _get(self, name: str, path: Path) -> bool:
-        """Download a file to `path`, and sync it. False if there is none. Raises InvalidCheckpoint and SetupError."""
-        with self._reachable():
-            try:
-                self.store.get_file(self._at(name), str(path))
-            except FileNotFoundError:
-                return False
-        with storage_errors(path), path.open("r+b") as file:
-            os.fsync(file.fileno())
-        if name.endswith(".pt"):
-            verify(path)
-        return True
+    def _get(self, name: str, before_rename: Callable[[], None] = lambda: None) -> None:
+        """Download a file. Raises InvalidCheckpoint if its SHA-256 is wrong or if it is gone, and SetupError."""
+        path = self.output_dir / name
+        with atomic_write(path, durable=True) as file:
+            with self._reachable():
+                try:
+                    self.store.get_file(self._at(name), file.name)
+                except FileNotFoundError as error:  # another process has deleted it
+                    raise InvalidCheckpoint(path, "it is gone") from error
+            if path.suffix == ".pt":
+                verify(Path(file.name))
+            before_rename()
 
     def claim(self) -> None:
         """This run may use its directory: from now on, this process alone writes to the mirror. Raises SetupError."""
@@ -167,7 +156,7 @@ class Mirror:
         self.wanted = step
         if self._is_stuck():
             self._warn(TimeoutError(f"nothing was sent for {STUCK_S:.0f} s"))
-            self.uploader = BackgroundWriter("mirror")  # the old one may wait for ever
+            self.uploader = BackgroundWriter("mirror")  # the old one may never return
         if not self._is_there() and self.uploader.done.is_set():
             self.progress = time.monotonic()
             self.uploader.start(self._upload_newest)
@@ -176,11 +165,8 @@ class Mirror:
         """Whether nothing is left to upload."""
         if self.wanted is None or not self.may_write:
             return True
-        path = self._path_of(self.wanted)
+        path = self.directory.path_of(self.wanted)
         return self.sent.get(path.name) == version(path)
-
-    def _path_of(self, step: int) -> Path:
-        return self.directory.path / f"step_{step:08d}.pt"
 
     def _is_stuck(self) -> bool:
         return not self.uploader.done.is_set() and time.monotonic() - self.progress > STUCK_S
@@ -188,7 +174,7 @@ class Mirror:
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the newest checkpoint. Returns whether it is there, or cannot be now.
 
-        It cannot be if an upload fails that began after the first such call, or is stuck; or if another process writes.
+        It cannot be if an upload that started after the first call fails, if one is stuck, or if another process writes.
         """
         begin = time.monotonic()
         self.ending = self.ending or begin
@@ -225,12 +211,12 @@ class Mirror:
 
     def _warn(self, error: Exception) -> None:
         if not self.warned:
-            effect = f"training goes on; the upload is tried again every {RETRY_S:.0f} s"
+            effect = f"training continues; the upload is tried again every {RETRY_S:.0f} s"
             log.warning(f"warning: --mirror {self.url}: {describe(error)}; {effect}")
         self.warned = True
 
     def _upload(self, step: int) -> None:
-        best, path = self.directory.best_path, self._path_of(step)
+        best, path = self.directory.best_path, self.directory.path_of(step)
         name, sent = path.name, version(path)
         with self._held(path) as checkpoint:
             if not self._is_owner():
@@ -318,7 +304,7 @@ class Mirror:
         """Turn any error of a store in the block into a SetupError."""
         try:
             yield
-        except (UsageError, SetupError):
+        except UserError:
             raise
         except Exception as error:
             remedy = "check the address, the credentials and the network, or remove --mirror"
@@ -338,11 +324,6 @@ def version(path: Path) -> tuple[int, int] | None:
     with suppress(FileNotFoundError):
         return path.stat().st_ino, path.stat().st_mtime_ns
     return None
-
-
-def step_of(name: str) -> int:
-    """The step of step_NNNNNNNN.pt."""
-    return int(name.removeprefix("step_").removesuffix(".pt"))
 
 
 def describe(error: Exception) -> str:

@@ -152,6 +152,11 @@ class HashingWriter:
 # ---- the files of a run ---------------------------------------------------------------------------------------------
 
 
+def step_of(name: str) -> int:
+    """The step of step_NNNNNNNN.pt."""
+    return int(name.removeprefix("step_").removesuffix(".pt"))
+
+
 class CheckpointDirectory:
     """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links."""
 
@@ -163,7 +168,10 @@ class CheckpointDirectory:
     def paths(self) -> list[Path]:
         """The checkpoints, good or bad, newest first."""
         paths = [path for path in self.path.glob("step_*.pt") if NAME.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
+        return sorted(paths, key=lambda path: step_of(path.name), reverse=True)
+
+    def path_of(self, step: int) -> Path:
+        return self.path / f"step_{step:08d}.pt"
 
     def find(self) -> dict[str, Any]:
         """The content of the checkpoint that --resume asks for; empty if there is nothing to resume from.
@@ -197,7 +205,7 @@ class CheckpointDirectory:
 
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""
-        path = self.path / f"step_{content['step']:08d}.pt"
+        path = self.path_of(content["step"])
         needed = sum(part.nbytes for part in leaves(content) if isinstance(part, torch.Tensor))
         with storage_errors(path, needed=needed):
             if best:  # first, so that no checkpoint ever names a better best.pt than there is
