@@ -174,7 +174,7 @@ class Mirror:
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the newest checkpoint. Returns whether it is there, or cannot be now.
 
-        It cannot be if an upload that started after the first call fails, if one is stuck, or if another process writes.
+        It cannot be if an upload that started after the first call fails, if one is stuck, or if another run writes.
         """
         begin = time.monotonic()
         self.ending = self.ending or begin
