@@ -10,9 +10,11 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PROJECT = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
@@ -21,13 +23,17 @@ from torch import nn  # noqa: E402
 
 import data  # noqa: E402
 import main  # noqa: E402
+from ddp.core import files  # noqa: E402
+from ddp.core.files import sync_directory  # noqa: E402
 from ddp.training.run import Run  # noqa: E402
 from processes import start, train  # noqa: E402
 
 SIZES = {"train": 160, "val": 51, "test": 50}
 OPTIONS = ["--dataset", "synthetic", "--log-every", 1, "--checkpoint-every", 2, "--keep-checkpoints", 2, "--epochs", 4]
 LAST = 20  # the last step: four epochs of five
-KILLED_AT = (7, 13)  # the recorded run is killed after these steps
+KILLED_AT = (7, 12)  # the recorded run is killed after these steps
+UNSYNCED = "step_00000012.pt"  # by then this checkpoint has its name, which has not reached the disk
+IDLE_S = 0.5  # then no other thread is in the middle of a call, of which nobody would know whether it happened
 NO_LINKS = "--shard without hard links"
 WAYS: dict[str, tuple[int, list[Any]]] = {"DDP": (1, []), NO_LINKS: (2, ["--shard"])}  # processes and more options
 
@@ -56,7 +62,15 @@ def refuse_links(*_: Any) -> None:
 
 def kill_at(step: int, run: Run) -> None:
     if run.state.step == step:
+        time.sleep(IDLE_S)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_before_sync(directory: Path) -> None:
+    """In the place of files.sync_directory."""
+    if (directory / UNSYNCED).exists():
+        time.sleep(60)
+    sync_directory(directory)
 
 
 def record(folder: Path) -> None:
@@ -69,9 +83,10 @@ def record(folder: Path) -> None:
         (folder / "reports" / way).mkdir(parents=True)
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "reports" / way / "error.json")
         os.link = refuse_links if way == NO_LINKS else link
-        for step in KILLED_AT:
-            killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))
-            assert -signal.SIGKILL in killed.wait(), killed.output()
+        with patch.object(files, "sync_directory", hang_before_sync):
+            for step in KILLED_AT:
+                killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))
+                assert -signal.SIGKILL in killed.wait(), killed.output()
         train(processes, *options(way, folder / way))
 
 

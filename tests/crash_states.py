@@ -47,7 +47,10 @@ def record(trace: Path, command: list[Any]) -> None:
 
 
 def operations(trace: Path, folder: Path) -> Iterator[Operation]:
-    """The operations in `folder`, in the order in which they ended."""
+    """The operations in `folder`, in the order in which they ended.
+
+    Raises ValueError if the program was killed in the middle of one: it may have happened, or not.
+    """
     unfinished: dict[str, str] = {}
     for text in trace.read_text().splitlines():
         thread, line = text.split(None, 1)
@@ -67,6 +70,9 @@ def operations(trace: Path, folder: Path) -> Iterator[Operation]:
         places = [Path(os.fsdecode(folders[-1] if folders else b""), os.fsdecode(name)) for name in named or [b""]]
         if places[-1].is_relative_to(folder):
             yield Operation(call, places[-1], places[0], data, arguments)
+    here = "".join(f"\\x{byte:02x}" for byte in os.fsencode(folder))
+    if cut := [line for line in unfinished.values() if here in line]:
+        raise ValueError(f"killed in the middle of: {cut}")
 
 
 def unhex(text: str) -> bytes:
