@@ -327,6 +327,7 @@ ELSEWHERE = {
     "torchrun --nnodes 2 ... benchmark.py": "test_benchmark",
     "tensorboard --logdir runs": "below",
     "./launch_node.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1": "test_machines",
+    "./launch_node.sh --nnodes 2:3 --node-rank 0 --master-addr 10.0.0.1 -- --epochs 90": "test_machines",
     "./launch_node.sh --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 8 "
     "-- --resume must": "test_machines",
     "./launch_node.sh --nnodes 3 --node-rank 1 --master-addr 10.0.0.1 --nproc-per-node 8 "

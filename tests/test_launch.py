@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -34,6 +35,7 @@ from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.files import hash_source_files, write_status
+from ddp.core.run_config import ELASTIC_VARIABLE
 from ddp.core.signals import LAUNCHER_GONE, SignalHandler, StopSignal, is_alive, stop_error, stop_signal
 from ddp.distributed import process_group
 from ddp.distributed.failure_monitor import FailureMonitor
@@ -512,7 +514,10 @@ def test_the_process_group_is_destroyed_after_success_and_after_failure() -> Non
             ["--nodes", "2"],
             "unrecognized arguments: --nodes 2 (did you mean --nnodes?); put options of main.py after --",
         ),
-        (["--nnodes", "two"], "--nnodes: 'two' must be an integer >= 1"),
+        (["--nnodes", "two"], "--nnodes: 'two' must be an integer >= 1, or MIN:MAX, such as 2:4"),
+        (["--nnodes", "3:2"], "--nnodes: '3:2' must be an integer >= 1, or MIN:MAX, such as 2:4"),
+        (["--nnodes", "2:3", "--node-rank=3", "--master-addr", "x"], "with --nnodes 2:3, ranks run from 0 to 2"),
+        (["--nnodes", "2:3", "--master-addr=x", "--", "--strict-resume"], "refuses what --nnodes 2:3 asks for"),
         (["--nproc-per-node=0"], "--nproc-per-node: '0' must be an integer >= 1"),
         (["--nnodes=2"], "--master-addr: needed"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "x"], "ranks run from 0 to 1"),
@@ -820,16 +825,35 @@ def test_a_node_waits_longer_for_others_that_notice_late_that_a_run_has_ended(
 ) -> None:
     """At a restart, and if this node was restarted itself: --timeout, and a minute."""
     endpoints: list[Endpoint] = []
-    monkeypatch.setattr(launch_node, "join_nodes", lambda info, endpoint: endpoints.append(endpoint))
+    monkeypatch.setattr(launch_node, "join_nodes", lambda info, endpoint, nodes: [0, endpoints.append(endpoint)])
     agent = NodeAgent.__new__(NodeAgent)
     SignalHandler.__init__(agent)
-    agent.options = LaunchOptions(nnodes=2, master_addr="gpu1", start_grace=30)
+    agent.options = LaunchOptions(nnodes="2", master_addr="gpu1", start_grace=30)
     agent.config = Config.parse(["--timeout", "100", "--output-dir", str(tmp_path)])
-    agent.info, agent.shows_no_progress = NodeInfo(0, "gpu1", {}, {}), False
+    agent.nodes, agent.info, agent.shows_no_progress = [0, 1], NodeInfo(0, "gpu1", {}, {}), False
     for state, pause in (("done", 0), ("running", 0), ("failed", 1)):
         write_status(tmp_path, state=state)
         agent._connect_nodes(pause)
     assert [(each.grace, each.restart) for each in endpoints] == [(30, False), (160, False), (160, True)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "passes", "expected"),
+    [(4, 1, []), (3, 1, []), (2, 1, ["--grad-accum-steps=2"]), (3, 4, ["--grad-accum-steps=5"])],
+)
+def test_fewer_nodes_take_more_passes_to_keep_the_global_batch(
+    nodes: int, passes: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launch_node, "WorkerGroup", lambda *arguments: started.extend(arguments) or MagicMock())
+    agent = NodeAgent.__new__(NodeAgent)
+    SignalHandler.__init__(agent)
+    agent.options = LaunchOptions(nnodes="2:4", node_rank=3, master_addr="gpu1")
+    agent.config, agent.main_options, agent.nproc = Config.parse([f"--grad-accum-steps={passes}"]), ["--lr=1"], 8
+    agent.nodes = [0, 1, 2, 3][-nodes:]
+    agent._run_workers(0)
+    assert started[1][:2] == [f"--nnodes={nodes}", f"--node-rank={nodes - 1}"]
+    assert started[2] == ["--lr=1", *expected] and ELASTIC_VARIABLE in started[4]
 
 
 @pytest.mark.slow

@@ -6,8 +6,11 @@ and restart, with a stub in place of the training.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +80,13 @@ def trained(output: Path) -> str:
     assert [line["step"] for line in lines(output, "train")] == sorted({*range(10, STEPS + 1, 10), *ends})
     assert [line["step"] for line in lines(output, "val")] == ends
     return weights_and_momentum(output / "checkpoints" / f"step_{STEPS:08d}.pt")
+
+
+def environment(pid: int) -> bytes:
+    """What a process was started with; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 def files(folder: Path) -> list[str]:
@@ -192,6 +202,73 @@ def test_a_run_resumes_once_the_link_is_up_again_and_once_machine_0_is_back(
     assert "; resumable from " in nodes[0].output() + nodes[1].output()  # a step, or the newest checkpoint
     assert not any("start all ranks again" in node.output() for node in nodes), "it starts again by itself"
     assert trained(tmp_path / "out") == uninterrupted
+
+
+COUNTED = """
+
+class Uses(nn.Module):  # one weight per sample, from which each use of the sample subtracts the learning rate / batch
+    def __init__(self):
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(2400, 2))
+
+    def forward(self, numbers):
+        time.sleep(0.06)
+        return self.uses[numbers]
+
+def build_model(config, train_set): return Uses()
+
+def compute_loss(outputs, targets, config): return outputs.mean(0).sum()
+"""
+NUMBERS = """
+
+class Numbers(torch.utils.data.Dataset):
+    classes = ["a", "b"]
+
+    def __len__(self): return 2400
+
+    def __getitem__(self, index): return torch.tensor(index), 0
+
+def load_datasets(config): return Datasets(train=Numbers())
+"""
+
+
+@pytest.mark.slow
+def test_two_of_three_machines_continue_without_the_third_which_joins_again_when_it_is_back(
+    project: Path, tmp_path: Path
+) -> None:
+    """Each sample of an epoch is used once, which the weights count. With --scale-lr each use counts the same."""
+    copy = shutil.copytree(project, tmp_path / "project")
+    for name, code in (("model.py", COUNTED), ("data.py", NUMBERS)):
+        (copy / name).write_text(f"import time\n{(copy / name).read_text()}{code}")
+    launcher = copy / "ddp" / "launcher" / "launch_node.py"
+    launcher.write_text(launcher.read_text().replace("NOTICE_GRACE_S = 60.0", "NOTICE_GRACE_S = 2.0"))
+    options = ["--epochs", 5, "--output-dir", tmp_path / "out", "--scale-lr", "--lr", 64, "--momentum", 0]
+    options += ["--weight-decay", 0, "--timeout", 8, "--checkpoint-every", 10, "--log-every", 5]
+    variables = {"NNODES": "2:3", "START_GRACE": "5"}
+    with machines(3) as three:
+        nodes = [start(machine, rank, copy, *options, **variables) for rank, machine in enumerate(three)]
+        nodes[0].until("step  25/", 90)
+        three[1].link("down")
+        three[1].kill()
+        printed = nodes[0].until("step  60/", 90)
+        three[1].link("up")
+        nodes[1] = start(three[1], 1, copy, *options, **variables)
+        nodes[1].until("if a run is in progress there, this node joins when that restarts")
+        assert nodes[0].process.poll() is None
+        worker = next(pid for pid in three[2].running() if b"\0LOCAL_RANK=0" in environment(pid))
+        os.kill(worker, signal.SIGKILL)
+        assert_done(three, nodes)
+    line = "node 0: node 1 did not join within 10 s: training with 2 of 3 nodes; a node that comes back joins at the"
+    assert line in printed and "2 processes (torchrun) on cpu" in printed
+    change = "used once, but the results are not bit for bit those of 3; the global batch was 48, is 32, the learning"
+    assert f"{change} rate was 48, is 32" in printed
+    assert "node 2: nodes 0, 2 are connected; 1 process here" in nodes[2].output()
+    assert "node 0: node 1 joined again: 3 of 3 nodes" in nodes[0].output()
+    assert "the global batch was 32, is 48, the learning rate was 32, is 48" in nodes[0].output()
+    newest = max((tmp_path / "out" / "checkpoints").glob("step_*.pt"))
+    uses = -torch.load(newest, weights_only=True)["model"]["uses"][:, 0].round().int()
+    dropped = (uses == 4).count_nonzero()  # at the end of an epoch that changed its global batch in the middle
+    assert uses.max() == 5 and uses.min() >= 4 and dropped < 48
 
 
 BLOCKED = """

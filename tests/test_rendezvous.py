@@ -8,16 +8,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from template_copy import TEMPLATE
 
-from ddp.core.errors import SetupError, UserError
+from ddp.core.errors import PeerLost, SetupError, UserError
 from ddp.core.host import listen
 from ddp.launcher import rendezvous
 from ddp.launcher.node_info import NodeInfo
@@ -39,9 +40,13 @@ def node_info(rank: int, **shared: Any) -> NodeInfo:
     return NodeInfo(rank, f"gpu{rank + 1}", {**SHARED, **shared}, {})
 
 
-def in_thread(call: Callable[..., None], *arguments: Any) -> Future[None]:
+def join(info: NodeInfo, endpoint: Endpoint, members: Collection[int] = range(1000)) -> list[int]:
+    return join_nodes(info, endpoint, members)
+
+
+def in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Its result, or what it raises."""
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -111,7 +116,7 @@ def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
 ) -> None:
     """However its connection ends. Afterwards the port is free."""
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    nodes = [in_thread(join, node_info(0), endpoint)]
     stays, closes, resets = (connect(endpoint) for _ in range(3))
     for stranger in (stays, closes, resets):
         assert stranger.recv(100) == GREETING
@@ -119,8 +124,8 @@ def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     closes.close()
     resets.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     resets.close()
-    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [None] * 3
+    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
     listen(endpoint.port).close()
     stays.close()
     assert capfd.readouterr() == ("", "") and caplog.records == []
@@ -134,15 +139,15 @@ def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
 ) -> None:
     """After a whole line, node 0 can read it, but the connection has no other end anymore."""
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    nodes = [in_thread(join, node_info(0), endpoint)]
     for _ in range(30):
         with connect(endpoint) as stranger:
             if waits:
                 assert stranger.recv(100) == GREETING
             try_to_send(stranger, sent)
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [None] * 3
+    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
@@ -151,26 +156,26 @@ def test_another_program_that_holds_the_port_for_a_moment_is_waited_for(monkeypa
     """However long the node has waited before: its patience begins with the first answer of that program."""
     monkeypatch.setattr(rendezvous, "FOREIGN_PROGRAM_GRACE_S", 1.0)
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
+    nodes = [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
     time.sleep(1.5)
     with listen(endpoint.port) as other, other.accept()[0] as connection:
         connection.sendall(b"SSH-2.0-OpenSSH\r\n")
-    nodes.append(in_thread(join_nodes, node_info(0), endpoint))
-    assert [node.result(10) for node in nodes] == [None] * 3
+    nodes.append(in_thread(join, node_info(0), endpoint))
+    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
 
 
 @fault(27, 42)
 def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not() -> None:
     endpoint = free_endpoint()
-    first = in_thread(join_nodes, node_info(0), endpoint)
+    first = in_thread(join, node_info(0), endpoint)
     silent, waiting = connect(endpoint), connect(endpoint)
     waiting.sendall(line())
     assert silent.recv(100) == waiting.recv(100) == GREETING
     start = time.monotonic()
     assert silent.recv(1) == b"" and 2 < time.monotonic() - start < 6
-    second = in_thread(join_nodes, node_info(2), endpoint)
-    assert json.loads(waiting.recv(100)) == {"start": True}
-    assert first.result(10) is second.result(10) is None
+    second = in_thread(join, node_info(2), endpoint)
+    assert json.loads(waiting.recv(100)) == {"start": True, "nodes": [0, 1, 2]}
+    assert first.result(10) == second.result(10) == [0, 1, 2]
 
 
 @fault(42)
@@ -178,12 +183,12 @@ def test_a_line_without_an_end_is_not_collected(monkeypatch: pytest.MonkeyPatch)
     """Nor is its connection kept until its time is over."""
     monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 60.0)
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    nodes = [in_thread(join, node_info(0), endpoint)]
     with connect(endpoint) as stranger, pytest.raises(ConnectionError):
         for _ in range(20 * MAX_INFO_BYTES // 2**16):  # more than the buffers of the kernel hold
             stranger.sendall(b"x" * 2**16)
-    nodes += [in_thread(join_nodes, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [None] * 3
+    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
+    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
 
 
 @fault(27)
@@ -203,10 +208,10 @@ def test_facts_that_are_missing_or_wrong_are_shown_as_unknown(
 ) -> None:
     """A node of another version may send others."""
     endpoint, shared = free_endpoint(), {**SHARED, "--check": True, "--nnodes": 2}
-    first = in_thread(join_nodes, NodeInfo(0, "gpu1", shared, dict(FACTS)), endpoint)
+    first = in_thread(join, NodeInfo(0, "gpu1", shared, dict(FACTS)), endpoint)
     with connect(endpoint) as other:
         other.sendall(line(shared=shared, facts=facts))
-        assert other.makefile("rb").readlines() == [GREETING, b'{"start": true}\n']
+        assert other.makefile("rb").readlines() == [GREETING, b'{"start": true, "nodes": [0, 1]}\n']
     first.result(10)
     table, errors = capfd.readouterr()
     assert errors == "" and table.splitlines()[2].split() == shown.split(), table
@@ -217,8 +222,8 @@ def test_facts_that_are_missing_or_wrong_are_shown_as_unknown(
 def test_a_node_with_another_number_of_nodes_is_refused_whatever_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
-    nodes += [in_thread(join_nodes, node_info(rank, **{"--nnodes": 9}), endpoint) for rank in (8, 7)]
+    nodes = [in_thread(join, node_info(0), endpoint)]
+    nodes += [in_thread(join, node_info(rank, **{"--nnodes": 9}), endpoint) for rank in (8, 7)]
     with pytest.raises(SetupError, match=r"--nnodes is 3 and 9\. Start all"):
         nodes[0].result(15)
     for node in nodes[1:]:
@@ -236,10 +241,10 @@ def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypat
     monkeypatch.setattr(rendezvous, "listen", listen_with_a_small_buffer)
     monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
     endpoint = free_endpoint()
-    nodes = [in_thread(join_nodes, node_info(0), endpoint)]
+    nodes = [in_thread(join, node_info(0), endpoint)]
     with connect(endpoint) as deaf:
         deaf.sendall(line(node_rank=2, shared={**SHARED, "x": "y" * (MAX_INFO_BYTES - 300)}))
-        nodes += [in_thread(join_nodes, node_info(1), endpoint)]
+        nodes += [in_thread(join, node_info(1), endpoint)]
         for node in nodes:
             with pytest.raises(UserError, match=r"x is None and y{10000}.* Start all nodes with the same options"):
                 node.result(20)
@@ -248,17 +253,63 @@ def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypat
 def test_hundreds_of_nodes_join_within_seconds() -> None:
     """All wait for the last one. Two file descriptors each: a process may often open no more than 1,024."""
     endpoint, count = free_endpoint(), 400
-    first = in_thread(join_nodes, node_info(0, **{"--nnodes": count + 1}), endpoint)
+    first = in_thread(join, node_info(0, **{"--nnodes": count + 1}), endpoint)
     shared = {**SHARED, "--nnodes": count + 1}
     start = time.monotonic()
     nodes = [connect(endpoint) for _ in range(count)]
     for rank, node in enumerate(nodes, start=1):
         node.sendall(line(node_rank=rank, shared=shared))
+    answer = json.dumps({"start": True, "nodes": [*range(count + 1)]}).encode() + b"\n"
     for node in nodes:
         with node, node.makefile("rb") as lines:
-            assert lines.readlines() == [GREETING, b'{"start": true}\n']
+            assert lines.readlines() == [GREETING, answer]
     first.result(5)
     assert time.monotonic() - start < 10
+
+
+def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.5)
+
+    def start(members: Collection[int], *nodes: NodeInfo, grace: float = 20.0, restart: bool = True) -> Any:
+        """What each of them gets, node 0 first: the ranks of the nodes, or an error."""
+        endpoint = replace(free_endpoint(), grace=grace, restart=restart, elastic=True)
+        futures = [in_thread(join, info, endpoint, members) for info in nodes]
+        answers = [future.exception(10) or future.result() for future in futures]
+        return answers, capfd.readouterr().err
+
+    def node(rank: int, **shared: Any) -> NodeInfo:
+        return node_info(rank, **{"--nnodes": "2:4", **shared})
+
+    two = (node(0), node(2))
+    absent = "node 0: nodes 1, 3 did not join within 1 s: training with 2 of 4 nodes; a node that comes back joins at"
+    for first, restart in ((range(4), False), ((0, 1, 2), True)):  # at the start of a run, and after a loss
+        answers, printed = start(first, *two, grace=1.0, restart=restart)
+        assert answers == [[0, 2]] * 2 and absent in printed
+    before = time.monotonic()  # those that were not in the last round are not waited for as long
+    assert start((0, 2), *two) == ([[0, 2]] * 2, "")
+    assert time.monotonic() - before < 5
+    assert start((0, 2), *two, node(3)) == ([[0, 2, 3]] * 3, "node 0: node 3 joined again: 3 of 4 nodes\n")
+    answers, _ = start((0, 2), *two, node(3, x=1), node(3, x=1))  # with other options: refused alone
+    assert answers[:2] == [[0, 2]] * 2
+    assert all(isinstance(error, SetupError) and "do not agree: x is None and 1" in str(error) for error in answers[2:])
+    answers, _ = start(range(4), node(0), grace=1.0)
+    assert isinstance(answers[0], PeerLost) and "only 1 of 4 nodes joined" in str(answers[0])
+
+
+def test_a_node_that_comes_back_waits_for_the_run_to_restart(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun's store has the port meanwhile, and says nothing."""
+    endpoint = replace(free_endpoint(), grace=5.0, elastic=True)
+    with listen(endpoint.port):
+        late = in_thread(join, node_info(1, **{"--nnodes": "1:2"}), endpoint)
+        time.sleep(11)
+        assert not late.done()
+    first = in_thread(join, node_info(0, **{"--nnodes": "1:2"}), replace(endpoint, grace=9.0), [0])
+    assert first.result(10) == late.result(10) == [0, 1]
+    waiting, back = capfd.readouterr().err.splitlines()
+    assert "nothing responds: if a run is in progress there, this node joins when that restarts" in waiting
+    assert back == "node 0: node 1 joined again: 2 of 2 nodes"
 
 
 @fault(9)

@@ -27,6 +27,7 @@ from ddp.checkpoint.manager import run_differences
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import UsageError
 from ddp.core.files import hash_source_files
+from ddp.core.run_config import ELASTIC_VARIABLE
 from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
@@ -139,17 +140,27 @@ def record_indices(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
 def test_another_number_of_processes_uses_each_sample_once(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 2 processes to 3, then to 1: each index once. Samples that do not fill the last global batch are dropped."""
+    """From 2 processes to 3, 1 and 2: each index once. Samples that do not fill the last global batch are dropped.
+
+    launch_node.sh --nnodes MIN:MAX chooses --grad-accum-steps; your own choice must keep the global batch.
+    """
     record_indices(monkeypatch, tmp_path)
     options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 7, "--output-dir", tmp_path / "run"]
+    options += ["--scale-lr", "--lr", 0.064]
     train(2, *options, "--max-steps", 11)
     output = train(3, *options, "--max-steps", 21)
     assert "2 processes wrote this checkpoint, this run has 3" in output
-    train(1, *options)
+    assert "the global batch was 14, is 21, the learning rate was 0.014, is 0.021\n" in output
+    output = train(1, *options, "--max-steps", 22, "--grad-accum-steps", 3)
+    assert "the global batch is still 21, the learning rate is still 0.021\n" in output
+    assert "--grad-accum-steps was 3, is 2" in train(2, *options, "--grad-accum-steps", 2, code=4)
+    monkeypatch.setenv(ELASTIC_VARIABLE, "1")
+    assert "--grad-accum-steps was 3, is 4" in train(1, *options, "--grad-accum-steps", 4, code=4)
+    assert "the global batch was 21, is 28, " in train(2, *options, "--grad-accum-steps", 2)
     used = indices_used(tmp_path)
     assert len(used) == len(set(used)), "a sample is used twice"
-    dropped = (640 - 11 * 2 * 7 - 10 * 3 * 7) % 7
-    assert len(used) == 640 - dropped
+    dropped = (640 - 11 * 14 - 10 * 21 - 21) % 28
+    assert len(used) == 640 - dropped and dropped > 0
 
 
 @fault(21)

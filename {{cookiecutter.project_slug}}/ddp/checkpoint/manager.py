@@ -19,7 +19,7 @@ from ddp.core.background import BackgroundWriter
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
 from ddp.core.options import flag_of
-from ddp.core.run_config import RunConfig
+from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
@@ -207,7 +207,7 @@ class CheckpointManager:
             log.warning(
                 f"warning: {plural(then, 'process', 'es')} wrote this checkpoint, this run has {facts['world_size']}: "
                 f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}; "
-                f"the global batch was {content['global_batch']}, is {facts['global_batch']}"
+                f"{scale_change({**facts, 'parts': states}, {**content, 'parts': parts})}"
             )
         if edited := differences(facts["sources"], content["sources"], "{name}"):
             effect = "run uses the new code from here on; for a new run, choose another --output-dir"
@@ -249,6 +249,17 @@ class CheckpointManager:
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
 
 
+def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """What another number of processes changes. The arguments are those of run_differences."""
+    rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
+    pairs = {"global batch": (ours["global_batch"], theirs["global_batch"]), "learning rate": rates}
+    known = {name: (now, before) for name, (now, before) in pairs.items() if None not in (now, before)}
+    return ", ".join(
+        f"the {name} was {before:.9g}, is {now:.9g}" if now != before else f"the {name} is still {now:.9g}"
+        for name, (now, before) in known.items()
+    )
+
+
 def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """How a checkpoint differs from this run, as texts for the user: options, data, parts, names and sizes of weights.
 
@@ -270,8 +281,9 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
         sampler, before = (facts.get("dataset", {}).get("sampler", "Shuffled") for facts in (ours, theirs))
         if sampler != before:
             found.append(f"the sampler was {before}, is {sampler}")
-        if theirs["global_batch"] != ours["global_batch"]:
-            options += ["batch_size", "grad_accum_steps"]  # they may change while the global batch stays the same
+        if theirs["global_batch"] != ours["global_batch"]:  # they may change while the global batch stays the same
+            chosen = ELASTIC_VARIABLE in os.environ and theirs["world_size"] != ours["world_size"]
+            options += ["batch_size"] if chosen else ["batch_size", "grad_accum_steps"]
     models = [name for name in ours["parts"] if name in theirs["parts"] and name not in ours["classes"]]
 
     def outline(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,17 @@ from ddp.core.errors import (
 from ddp.core.files import correct_status, read_status
 from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
-from ddp.core.run_config import CHECK_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count, output_dirs
+from ddp.core.run_config import (
+    CHECK_VARIABLE,
+    ELASTIC_VARIABLE,
+    RESTARTS_VARIABLE,
+    RunConfig,
+    check_process_count,
+    output_dirs,
+)
 from ddp.core.signals import SignalHandler
 from ddp.launcher.node_info import describe_node, gpu_names, print_table
-from ddp.launcher.rendezvous import Endpoint, join_nodes
+from ddp.launcher.rendezvous import Endpoint, join_nodes, node_names, node_range
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
@@ -58,7 +65,8 @@ _option = partial(option, section="options")
 class LaunchOptions:
     """The options of launch_node.sh."""
 
-    nnodes: int = _option(1, "number of machines", min=1, variable="NNODES")
+    nnodes: str = _option("1", "number of machines; 2:4 starts with 4, and continues with 2 or 3 if some are lost",
+                          metavar="N|MIN:MAX", variable="NNODES")
     node_rank: int = _option(0, "number of this machine, from 0", min=0, variable="NODE_RANK")
     # The same on every machine:
     nproc_per_node: int = _option(None, "processes on each machine (default: one per GPU; 1 without a GPU)",
@@ -74,13 +82,16 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, and set those that follow from others."""
         self.master_addr = self.master_addr.strip("[]")  # around an IPv6 address
-        if self.node_rank >= self.nnodes:
-            last = self.nnodes - 1
+        self.min_nodes, self.max_nodes = node_range(self.nnodes)
+        if self.check:  # none may be missing
+            self.nnodes = str(self.max_nodes)
+        if self.node_rank >= self.max_nodes:
+            last = self.max_nodes - 1
             raise UsageError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes}, ranks run from 0 to {last}")
-        if self.nnodes > 1 and not self.master_addr:
+        if self.max_nodes > 1 and not self.master_addr:
             raise UsageError(f"--master-addr: needed with --nnodes {self.nnodes}; see --help")
         if self.max_restarts is None or self.check:
-            self.max_restarts = DEFAULT_RESTARTS if self.nnodes > 1 and not self.check else 0
+            self.max_restarts = DEFAULT_RESTARTS if self.max_nodes > 1 and not self.check else 0
 
 
 def main(config_class: type[RunConfig]) -> NoReturn:
@@ -110,7 +121,10 @@ def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[
     config = config_class.parse(main_options)
     if config.nproc is not None:
         raise UsageError("--nproc: the launcher starts the processes; use --nproc-per-node, before the --")
-    return LaunchOptions(**given), config, main_options
+    options = LaunchOptions(**given)
+    if config.strict_resume and options.min_nodes < options.max_nodes:
+        raise UsageError(f"--strict-resume refuses what --nnodes {options.nnodes} asks for: remove one of them")
+    return options, config, main_options
 
 
 class NodeAgent(SignalHandler):
@@ -122,6 +136,7 @@ class NodeAgent(SignalHandler):
         self.when = ""  # what Stopped reports; empty while workers run
         self.install()
         self.options, self.config, self.main_options = options, config, main_options
+        self.nodes = list(range(options.max_nodes))  # the ranks of those that run the workers
         self.nproc = options.nproc_per_node or len(gpu_names()) or 1
         check_process_count("--nproc-per-node", self.nproc)
         basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
@@ -160,7 +175,7 @@ class NodeAgent(SignalHandler):
         return result.exit_code
 
     def _print(self, line: str) -> None:
-        print_line(f"node {self.options.node_rank}: {line}" if self.options.nnodes > 1 else line)
+        print_line(f"node {self.options.node_rank}: {line}" if self.options.max_nodes > 1 else line)
 
     def _connect_nodes(self, pause: int) -> None:
         """Wait until all nodes are ready to run the same; before a restart, for `pause` seconds first."""
@@ -173,29 +188,38 @@ class NodeAgent(SignalHandler):
         try:
             self.on_first()  # a signal that has arrived earlier
             time.sleep(pause)
-            if options.nnodes > 1:
-                join_nodes(self.info, Endpoint(options.master_addr, options.master_port, grace, restart=pause > 0))
+            if options.max_nodes > 1:
+                elastic = options.min_nodes < options.max_nodes
+                endpoint = Endpoint(options.master_addr, options.master_port, grace, pause > 0, elastic)
+                self.nodes = join_nodes(self.info, endpoint, self.nodes)
             elif options.check:
                 self.info.add_network_facts("127.0.0.1")
                 print_table([self.info])
         finally:
             self.when = ""
         if self.shows_no_progress:
-            here = plural(self.nproc, "process", "es")
-            self._print(f"all nodes are connected; {here} here; node 0 prints the progress")
+            here, absent = plural(self.nproc, "process", "es"), options.max_nodes - len(self.nodes)
+            who = f"{node_names(self.nodes)} are" if absent else "all nodes are"
+            self._print(f"{who} connected; {here} here; node 0 prints the progress")
 
     def _run_workers(self, restarts_left: int) -> RunResult:
         """Run the workers until all of them are gone."""
         options = self.options
         flags = {CHECK_VARIABLE: options.check, RESTARTS_VARIABLE: restarts_left > 0}
+        flags[ELASTIC_VARIABLE] = options.min_nodes < options.max_nodes
         flags[RANK_LOGS_VARIABLE] = not (options.check or self.config.evaluate)
         variables = {name: "1" for name, applies in flags.items() if applies}
         nodes = ["--standalone", "--local-addr=127.0.0.1"]
-        if options.nnodes > 1:
+        if options.max_nodes > 1:
             timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing
-            nodes = [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}", f"--rdzv-conf=timeout={timeout}"]
+            rank = self.nodes.index(options.node_rank)
+            nodes = [f"--nnodes={len(self.nodes)}", f"--node-rank={rank}", f"--rdzv-conf=timeout={timeout}"]
             nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
-        with closing(WorkerGroup(self.nproc, nodes, self.main_options, self.config.timeout, variables)) as group:
+        # With fewer nodes, more forward passes per step keep the global batch, or come close to it from below.
+        passes = options.max_nodes * self.config.grad_accum_steps // len(self.nodes)
+        more = [] if passes == self.config.grad_accum_steps else [f"--grad-accum-steps={passes}"]
+        words = [*self.main_options, *more]
+        with closing(WorkerGroup(self.nproc, nodes, words, self.config.timeout, variables)) as group:
             group.watch(self)
             self.pids = group.pids()
             return group.result()

@@ -2,20 +2,22 @@
 
 Node 0 listens at --master-port, where torchrun's store listens afterwards. Each other node sends its NodeInfo, and all
 receive the same answer. Errors that torchrun would find by a timeout, or never, are reported here in one line, by every
-node, within seconds.
+node, within seconds. With --nnodes MIN:MAX, some may be missing once the grace time is over; they join at a restart.
 """
 
 import errno
 import json
 import math
+import re
 import socket
 import sys
 import time
+from collections.abc import Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UserError, one_line, print_line
+from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UsageError, UserError, one_line, print_line
 from ddp.core.host import addresses, is_loopback, is_own_address, listen, plain, port_owner
 from ddp.launcher.node_info import NodeInfo, print_table
 
@@ -24,7 +26,7 @@ GREETING = b"ddp rendezvous\n"
 MAX_INFO_BYTES = 2**20
 REPLY_TIMEOUT_S = 3.0  # for a connection, a greeting, a registration; and until waiting is announced
 RETRY_INTERVAL_S, POLL_INTERVAL_S = 0.5, 0.05
-LATE_NODES_GRACE_S = 5.0  # after a mismatch, wait for late nodes, so that they receive the answer as well
+LATE_NODES_GRACE_S = 5.0  # for nodes that try to connect now and then: after a mismatch they hear of it as well
 FOREIGN_PROGRAM_GRACE_S = 10.0  # another program may hold the port for a while: the end of an earlier run, perhaps
 
 
@@ -36,6 +38,7 @@ class Endpoint:
     port: int
     grace: float
     restart: bool = False  # the network worked before, so a failure may be temporary
+    elastic: bool = False  # with --nnodes MIN:MAX: the run may continue without some nodes
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -45,17 +48,37 @@ class Endpoint:
         return PeerLost(message) if self.restart else SetupError(message)
 
 
-def join_nodes(info: NodeInfo, endpoint: Endpoint) -> None:
-    """Wait until all nodes are ready and agree.
+class PortIsSilent(OSError):
+    """Something listens at the port, and says nothing: the store of a job that has not ended there, perhaps."""
 
+
+def node_range(text: str) -> tuple[int, int]:
+    """The smallest and the largest number of nodes: `4` gives 4 and 4, `2:4` gives 2 and 4. Raises UsageError."""
+    found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
+    most = int(found[2]) if found else 0
+    least = int(found[1] or most) if found else 0
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes: {text!r} must be an integer >= 1, or MIN:MAX, such as 2:4")
+    return least, most
+
+
+def node_names(ranks: Collection[int]) -> str:
+    """`node 2`, or `nodes 0, 2`."""
+    return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, sorted(ranks)))}"
+
+
+def join_nodes(info: NodeInfo, endpoint: Endpoint, members: Collection[int]) -> list[int]:
+    """Wait until all nodes are ready and agree, and return their ranks. Some may be missing with --nnodes MIN:MAX.
+
+    members: those of the last round; the whole grace time is only for them.
     Raises SetupError, on every node, if they do not agree or one is missing; PeerLost for the latter after a restart.
     """
     if not endpoint.restart:
         _check_address(info, endpoint)
     if info.node_rank != 0:
         return _register(info, endpoint)
-    with closing(RendezvousServer(info, endpoint)) as server:
-        server.run()
+    with closing(RendezvousServer(info, endpoint, members)) as server:
+        return server.run()
 
 
 def _check_address(info: NodeInfo, endpoint: Endpoint) -> None:
@@ -86,15 +109,18 @@ def _detect_dead_peer(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _register(info: NodeInfo, endpoint: Endpoint) -> None:
+def _register(info: NodeInfo, endpoint: Endpoint) -> list[int]:
     """Ask node 0 until it responds."""
     me, there = f"node {info.node_rank} ({info.host})", f"node 0 at {endpoint}"
     start, grace, announced, foreign_since = time.monotonic(), endpoint.grace, False, math.inf
+    deadline = start + grace
     while True:
         try:
             return _request_start(info, endpoint)
         except (OSError, ValueError) as error:
             now, why = time.monotonic(), _reason(error)
+            if endpoint.elastic and isinstance(error, PortIsSilent):
+                deadline, why = now + grace, f"{why}: if a run is in progress there, this node joins when that restarts"
             foreign_since = min(foreign_since, now) if isinstance(error, ValueError) else math.inf
             unreachable = getattr(error, "errno", None) == errno.ENETUNREACH
         if unreachable and not endpoint.restart:
@@ -102,7 +128,7 @@ def _register(info: NodeInfo, endpoint: Endpoint) -> None:
         if now - foreign_since > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
             remedy = "end that program, or choose another --master-port for all nodes"
             raise SetupError(f"{me} finds another program than {there}: {remedy}")
-        if now - start > grace:
+        if now > deadline:
             hint = "check that launch_node.sh runs there with this --master-port, and that no firewall blocks the port"
             raise endpoint.timeout_error(f"{me} got no answer from {there} within {grace:g} s ({why}): {hint}")
         if now - start > REPLY_TIMEOUT_S and not announced:
@@ -111,27 +137,34 @@ def _register(info: NodeInfo, endpoint: Endpoint) -> None:
         time.sleep(RETRY_INTERVAL_S)
 
 
-def _request_start(info: NodeInfo, endpoint: Endpoint) -> None:
+def _request_start(info: NodeInfo, endpoint: Endpoint) -> list[int]:
     """Register, and wait for the answer. Raises OSError if there is none, ValueError for that of another program."""
     address = (endpoint.host, endpoint.port)
     with socket.create_connection(address, REPLY_TIMEOUT_S) as connection, connection.makefile("rb") as lines:
         _detect_dead_peer(connection)
         try:
             greeting = lines.readline(100)
-        except TimeoutError as error:  # perhaps the store of a job that has not ended there
-            raise OSError("the port is open, but nothing responds") from error
+        except TimeoutError as error:
+            raise PortIsSilent("the port is open, but nothing responds") from error
         if greeting not in (GREETING, b""):
             raise ValueError("another program uses that port")
         if info.facts:
             info.add_network_facts(plain(connection.getsockname()[0]))
         connection.sendall(info.to_json() + b"\n")
-        connection.settimeout(endpoint.grace + REPLY_TIMEOUT_S)
+        connection.settimeout(None if endpoint.elastic else endpoint.grace + REPLY_TIMEOUT_S)
         if not (line := lines.readline()):
             raise OSError("node 0 closed the connection")
     answer = json.loads(line)
     if not answer["start"]:
         kinds: dict[int, type[UserError]] = {ExitCode.PEER_LOST: PeerLost, ExitCode.STOPPED: Stopped}
         raise kinds.get(answer["exit_code"], SetupError)(answer["message"])
+    return list(answer["nodes"])
+
+
+def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
+    connection.settimeout(REPLY_TIMEOUT_S)
+    with suppress(OSError):
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 @dataclass
@@ -146,9 +179,9 @@ class Client:
 class RendezvousServer:
     """Node 0's side. One loop serves all connections, without waiting for any."""
 
-    def __init__(self, info: NodeInfo, endpoint: Endpoint) -> None:
-        self.info, self.endpoint = info, endpoint
-        self.nnodes: int = info.shared["--nnodes"]
+    def __init__(self, info: NodeInfo, endpoint: Endpoint, members: Collection[int]) -> None:
+        self.info, self.endpoint, self.members = info, endpoint, {*members}
+        self.least, self.most = node_range(str(info.shared["--nnodes"]))
         info.address = endpoint.host  # until a node of another machine connects
         self.clients: dict[socket.socket, Client] = {}
         self.mismatch = ""
@@ -166,8 +199,8 @@ class RendezvousServer:
         for connection in (self.listener, *self.clients):
             connection.close()
 
-    def run(self) -> None:
-        """Wait for all nodes, and answer them."""
+    def run(self) -> list[int]:
+        """Wait for the nodes, and answer them. Returns their ranks."""
         try:
             self._wait_for_nodes()
             if self.info.facts and not self.mismatch:
@@ -182,18 +215,26 @@ class RendezvousServer:
         except UserError as error:
             self._answer(start=False, message=one_line(error), exit_code=error.exit_code)
             raise
-        self._answer(start=True)
+        ranks = [node.node_rank for node in self._nodes()]
+        if back := {*ranks} - self.members:
+            print_line(f"node 0: {node_names(back)} joined again: {len(ranks)} of {self.most} nodes")
+        self._answer(start=True, nodes=ranks)
+        return ranks
 
     def _wait_for_nodes(self) -> None:
         start, announced, grace, port = time.monotonic(), False, self.endpoint.grace, self.endpoint.port
         while (missing := self._missing()) and not self.mismatch:
-            waited = time.monotonic() - start
-            who = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))}"
+            waited, joined, who = time.monotonic() - start, self.most - len(missing), node_names(missing)
+            if joined >= self.least and waited > (grace if self.members & missing else LATE_NODES_GRACE_S):
+                if self.members & missing:
+                    line = f"{who} did not join within {grace:g} s: training with {joined} of {self.most} nodes"
+                    print_line(f"node 0: {line}; a node that comes back joins at the next restart")
+                return
             if waited > grace:
-                joined = ", ".join(map(str, self._nodes()))
-                count = f"only {self.nnodes - len(missing)} of {self.nnodes} nodes joined at {self.endpoint}"
+                nodes = ", ".join(map(str, self._nodes()))
+                count = f"only {joined} of {self.most} nodes joined at {self.endpoint}"
                 remedy = f"Run launch_node.sh there with --master-addr {self.endpoint.host} --master-port {port}"
-                raise self.endpoint.timeout_error(f"{count} within {grace:g} s: {joined}; missing: {who}. {remedy}")
+                raise self.endpoint.timeout_error(f"{count} within {grace:g} s: {nodes}; missing: {who}. {remedy}")
             if waited > REPLY_TIMEOUT_S and not announced:
                 announced = True
                 print_line(f"node 0: waiting for {who} at port {port} (up to {grace:g} s)")
@@ -204,17 +245,14 @@ class RendezvousServer:
         others = [client.node for client in self.clients.values() if client.node]
         return sorted([self.info, *others], key=lambda node: node.node_rank)
 
-    def _missing(self) -> list[int]:
-        return sorted({*range(self.nnodes)} - {node.node_rank for node in self._nodes()})
+    def _missing(self) -> set[int]:
+        return {*range(self.most)} - {node.node_rank for node in self._nodes()}
 
     def _answer(self, **answer: Any) -> None:
         """Answer the nodes that have registered. One that does not read delays a long answer by REPLY_TIMEOUT_S."""
-        line = json.dumps(answer).encode() + b"\n"
         for connection, client in self.clients.items():
             if client.node:
-                connection.settimeout(REPLY_TIMEOUT_S)
-                with suppress(OSError):
-                    connection.sendall(line)
+                _send(connection, answer)
 
     def _serve(self) -> None:
         """Wait a moment, then accept and receive what has arrived. Bad input closes only its connection."""
@@ -249,15 +287,19 @@ class RendezvousServer:
         node.address, own = (plain(name[0]) for name in (connection.getpeername(), connection.getsockname()))
         if self.info.address == self.endpoint.host or not is_loopback(own):
             self.info.address = own
-        self.mismatch = self.mismatch or self._conflict(node)
+        conflict = self._conflict(node)
+        if conflict and self.endpoint.restart and self.endpoint.elastic:  # the run continues without this node
+            _send(connection, {"start": False, "message": conflict, "exit_code": ExitCode.SETUP})
+            raise OSError("refused")
+        self.mismatch = self.mismatch or conflict
         client.node = node  # also a wrong one receives the answer
 
     def _conflict(self, node: NodeInfo) -> str:
         """Why this node does not belong to this run; empty if it does."""
         for other in self._nodes():
             if other.node_rank == node.node_rank:
-                remedy = f"give each machine its own, from 0 to {self.nnodes - 1}"
+                remedy = f"give each machine its own, from 0 to {self.most - 1}"
                 return f"{other} and {node} have the same --node-rank: {remedy}"
-        if self.info.facts and node.facts and node.shared.get("--nnodes") == self.nnodes:
+        if self.info.facts and node.facts and node.shared.get("--nnodes") == self.info.shared["--nnodes"]:
             return ""  # --check compares the rest after all have joined
         return self.info.differences(node)
