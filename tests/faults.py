@@ -54,6 +54,8 @@ FAULTS = {
     42: "a stranger at the rendezvous port; a greeting and a reset; a file that one rank alone has",
     43: "power fails at any moment of a save or a resume",
     44: "a machine vanishes with its disk",
+    45: "a bit flips in the weights or the optimizer state of one rank",
+    46: "a rank computes a wrong gradient",
     48: "state that is not in state_dict(): a queue, an inner optimizer, a generator, a sampler",
 }
 # The parts of these rows that the tests cannot show without the hardware.

@@ -179,12 +179,12 @@ VALUES: dict[str, str | None] = {
     ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
     **dict(mirror="s3://bucket/a_b"),
-    **dict(seed="4", deterministic=None, strict_resume=None),
+    **dict(seed="4", deterministic=None, strict_resume=None, guard="4"),
     **dict(device="cpu", backend="gloo", nproc="2", timeout="30", warn_after="5", local_rank="0"),
     **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
 }
 TOGETHER = ("rank", "world_size", "init_method")
-NEEDED = {"cache": ["--dataset=imagefolder"]}
+NEEDED = {"cache": ["--dataset=imagefolder"], "guard": ["--deterministic"]}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -292,6 +292,9 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--checkpoint-every 0", ["--checkpoint-every", "'0'", "must be an integer >= 1"]),
     ("--keep-checkpoints 1", ["--keep-checkpoints", "'1'", "must be an integer >= 2"]),
     ("--mirror=", ["--mirror", "path"]),
+    ("--guard -1", ["--guard", "'-1'", "must be an integer >= 0"]),
+    ("--guard 2", ["--guard needs --deterministic"]),
+    ("--guard 2 --deterministic --shard", ["--guard with --shard", "remove one of them"]),
     ("--log-every 0", ["--log-every", "'0'", "must be an integer >= 1"]),
     ("--seed -1", ["--seed", "'-1'", "an integer >= 0 and <= 4294967295"]),
     ("--seed 4294967296", ["--seed", "'4294967296'", "an integer >= 0 and <= 4294967295"]),
@@ -1200,6 +1203,22 @@ def test_deterministic_refuses_an_operation_without_a_deterministic_algorithm(
     remedy = "replace this operation, or remove --deterministic"
     line = rf"error: --deterministic: {operation} has no deterministic form on this device: {remedy}"
     assert re.fullmatch(line, output.splitlines()[-1]) and "Traceback" not in output
+
+
+@shows("guard")
+def test_guard_computes_the_gradients_of_every_nth_step_twice(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, compute_loss = [], main.task.compute_loss
+
+    def counted(*arguments: Any) -> Tensor:
+        passes.append(torch.is_grad_enabled())
+        (tmp_path / "passes").write_text(str(sum(passes)))
+        return compute_loss(*arguments)
+
+    monkeypatch.setattr(main.task, "compute_loss", counted)
+    run(tmp_path, "--max-steps", 7, "--deterministic", "--guard", 3)
+    assert int((tmp_path / "passes").read_text()) == 7 + 3, "steps 0, 3 and 6"
 
 
 @shows("strict_resume")

@@ -24,6 +24,7 @@ from ddp.core.signals import stop_signal
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.replicas import check_replicas
 from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
 from ddp.distributed.tensors import Mark, named_leaves
 
@@ -80,7 +81,9 @@ class CheckpointManager:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
-        # 2. Collect the state of this run. state_dict() has no collective.
+        # 2. Compare the ranks, and collect the state of this run. state_dict() has no collective.
+        if self.config.guard != 0 and not self.config.shard:
+            check_replicas(self.state, self.ctx)
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()

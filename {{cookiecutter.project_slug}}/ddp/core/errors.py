@@ -58,7 +58,7 @@ class OutputInUse(UserError, exit_code=ExitCode.OUTPUT_IN_USE, on_every_rank=Tru
 
 
 class Diverged(UserError, exit_code=ExitCode.DIVERGED, on_every_rank=True):
-    """The loss or the weights are no longer finite."""
+    """The loss or the weights are no longer finite, or ranks that should be equal are not."""
 
 
 class StorageError(UserError, exit_code=ExitCode.STORAGE):

@@ -77,6 +77,9 @@ class RunConfig:
     log_every: int = _run(100, "log every N steps, and at the end of each epoch", min=1)
     seed: int = _run(0, "seed of weights, order, augmentation and dropout", min=0, max=2**32 - 1, may_change=False)
     deterministic: bool = _run(False, "deterministic algorithms: exact resume on GPUs and 3+ processes; slower")
+    guard: int | None = _run(
+        None, "compute the gradients of every N-th step twice; 0: do not even compare the ranks at each save", min=0
+    )
     strict_resume: bool = _run(False, "refuse to resume with another number of processes")
 
     device: str = _distributed("auto", "auto: the GPUs if there are any", choices=("auto", "cuda", "cpu"))
@@ -150,6 +153,10 @@ class RunConfig:
             raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
         if self.shard and self.ema is not None:
             raise UsageError("--ema with --shard: torch cannot copy a sharded model; remove one of them")
+        if self.guard and not self.deterministic:
+            raise UsageError("--guard needs --deterministic: otherwise two computations may differ without a fault")
+        if self.shard and self.guard:
+            raise UsageError("--guard with --shard: no rank has another one's weights or gradients; remove one of them")
         if self.shard and self.comm_hook != "none":
             raise UsageError("--comm-hook with --shard: FSDP2 sends gradients itself; remove one of them")
         if self.sync_bn and self.device == "cpu":

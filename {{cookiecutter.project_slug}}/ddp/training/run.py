@@ -27,6 +27,7 @@ from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
+from ddp.training.guard import twice
 from ddp.training.run_log import RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.sharding import build_in_turn, check_optimizers
@@ -49,6 +50,7 @@ class Run:
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
+        self.guards = False  # whether main.py called `guarded`
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.train_loader: Any = None  # from resume() on, as all below
         self.meter: Any = None
@@ -142,6 +144,11 @@ class Run:
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
 
+    def guarded(self, compute_gradients: Callable[..., bool]) -> Callable[..., bool]:
+        """`compute_gradients`; with --guard N, twice in every N-th step, to compare the gradients before they count."""
+        self.guards = True
+        return twice(compute_gradients, self.state) if self.config.guard else compute_gradients
+
     def finished(self) -> bool:
         """Whether --epochs, --max-steps or --patience end the training, and it was evaluated. True with --evaluate."""
         enough = self.state.step >= self.max_steps and self.state.evaluated_step == self.state.step
@@ -157,6 +164,8 @@ class Run:
         Before each, it seeds all generators for the step and the rank, and sets the learning rate.
         """
         state, loader = self.state, self.train_loader
+        if self.config.guard and not self.guards:
+            raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         self.log.start_epoch()
         self.ctx.stop_sync.restart()
         left = max(0, self.max_steps - state.step)

@@ -1,0 +1,106 @@
+"""--guard N: compute the gradients of every N-th step twice, and compare them before they count."""
+
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ddp.checkpoint.state import TrainState
+from ddp.core.errors import Diverged, UsageError
+from ddp.distributed.replicas import bit_sum, bit_sums, rank_hosts
+from ddp.distributed.seeds import seed_step
+from ddp.distributed.tensors import named_leaves
+from ddp.training.meter import Meter
+
+ComputeGradients = Callable[..., bool]
+
+
+def twice(compute_gradients: ComputeGradients, state: TrainState) -> ComputeGradients:
+    """`compute_gradients` of main.py, but twice in every N-th step.
+
+    Both times from the same weights, batches, seeds and buffers. It raises Diverged on every rank if a gradient of one
+    rank has other bits the second time: an all-reduce would give it to all. UsageError, if the first pass has changed
+    what the second one starts from.
+    """
+
+    def compute(ddp_model: Any, training: Any, batches: Iterable[Any], config: Any, ctx: Any) -> bool:
+        if state.step % config.guard:
+            return compute_gradients(ddp_model, training, batches, config, ctx)
+        batches = list(batches)
+        alone = getattr(ddp_model, "no_sync", nullcontext)  # the first time, without an all-reduce
+        with _unchanged(training), alone(), _sums_of_gradients(training) as first:
+            compute_gradients(ddp_model, replace(training, meter=Meter(ctx)), iter(batches), config, ctx)
+        seed_step(config.seed, state.step, ctx.rank)
+        with _sums_of_gradients(training) as second:
+            has_gradients = compute_gradients(ddp_model, training, iter(batches), config, ctx)
+        _compare(first, second, ctx)
+        return has_gradients
+
+    return compute
+
+
+@contextmanager
+def _sums_of_gradients(training: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The bits of each gradient of this rank in the block, added up as bit_sum does; by the names of the weights."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        sums[name] = sums.get(name, 0) * 3 + bit_sum(gradient)
+
+    weights = [pair for module in _modules(training) for pair in module.named_parameters()]
+    trained = [(name, weight) for name, weight in weights if weight.requires_grad]
+    hooks = [weight.register_hook(lambda gradient, name=name: add(name, gradient)) for name, weight in trained]
+    yield sums
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def _unchanged(training: Any) -> Iterator[None]:
+    """Undo what the block does to gradients and buffers. Raises UsageError if it changes anything else."""
+    modules, before = _modules(training), _saved(training)
+    gradients = {weight: weight.grad for module in modules for weight in module.parameters()}
+    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    for weight in gradients:
+        weight.grad = None
+    yield
+    for weight, gradient in gradients.items():
+        weight.grad = gradient
+    for buffer, content in buffers.items():
+        buffer.copy_(content)
+    after = _saved(training)
+    if changed := [name for name in before | after if before.get(name) != after.get(name)]:
+        remedy = "change it after compute_gradients, in apply_gradients for example"
+        raise UsageError(f"--guard computes the gradients twice, and each time {changed[0]} changes: {remedy}")
+
+
+def _parts(training: Any) -> dict[str, Any]:
+    """The fields of Training that have a value, by name."""
+    return {name: part for name, part in vars(training).items() if part is not None}
+
+
+def _modules(training: Any) -> list[torch.nn.Module]:
+    return [part for part in _parts(training).values() if isinstance(part, torch.nn.Module)]
+
+
+def _saved(training: Any) -> dict[str, Any]:
+    """What a checkpoint holds, but for the meter: texts of values, and sums of the bits of tensors."""
+    states = {name: part.state_dict() for name, part in _parts(training).items() if name != "meter"}
+    found = {": ".join(map(str, keys)): value for keys, value in named_leaves(states)}
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return {name: repr(value) for name, value in found.items() if name not in tensors} | bit_sums(tensors)
+
+
+def _compare(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], ctx: Any) -> None:
+    sums, again = bit_sums(first), bit_sums(second)
+    different = [name for name in sums | again if sums.get(name) != again.get(name)]
+    if not any(found := ctx.gather(different)):
+        return
+    wrong = [rank for rank, names in enumerate(found) if names]
+    who = rank_hosts(wrong, ctx.gather(platform.node()))
+    cause = "its processor or memory is faulty: repeat without that machine"
+    weight = found[wrong[0]][0]
+    raise Diverged(f"{who} computed two different gradients of {weight} from the same weights and batch: {cause}")
