@@ -56,6 +56,7 @@ FAULTS = {
     44: "a machine vanishes with its disk",
     45: "a bit flips in the weights or the optimizer state of one rank",
     46: "a rank computes a wrong gradient",
+    47: "one rank is slower than the others",
     48: "state that is not in state_dict(): a queue, an inner optimizer, a generator, a sampler",
 }
 # The parts of these rows that the tests cannot show without the hardware.

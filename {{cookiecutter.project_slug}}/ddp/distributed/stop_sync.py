@@ -39,6 +39,7 @@ class StopSync:
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
+        self.trained_s = 0.0  # in all steps so far; the same on all ranks, as is step_s
         self.restart()
 
     def restart(self) -> None:
@@ -62,6 +63,7 @@ class StopSync:
         everyone = torch.tensor(ours, dtype=torch.double)
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
         reason, failed, self.step_s, most, fewest = everyone.tolist()
+        self.trained_s += self.step_s * self.interval
         if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])

@@ -1,6 +1,7 @@
 """Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
@@ -68,11 +69,43 @@ class Mark:
             self.event.synchronize()
 
 
+class Stopwatch:
+    """Adds up the seconds that a CPU takes between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self.total_s, self.started_at = 0.0, 0.0
+
+    def start(self) -> None:
+        self.started_at = time.perf_counter()
+
+    def stop(self) -> None:
+        self.total_s += time.perf_counter() - self.started_at
+
+
+class CudaStopwatch(Stopwatch):
+    """Its twin for a GPU, for which it never waits: `total_s` has what the GPU has done by the last `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self) -> None:
+        self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        self.events[-1][0].record()
+
+    def stop(self) -> None:
+        self.events[-1][1].record()
+        while self.events and self.events[0][1].query():
+            start, end = self.events.popleft()
+            self.total_s += start.elapsed_time(end) / 1000
+
+
 class CpuStreams:
     """The twin of CudaStreams for a CPU: everything is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.forward = Stopwatch()  # of the forward passes of training
 
     def mark(self) -> Mark:
         """A point after all work that was given to the device so far."""
@@ -96,6 +129,7 @@ class CudaStreams(CpuStreams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.forward = CudaStopwatch()
         self.copies: torch.cuda.Stream = torch.cuda.Stream(device)
 
     def mark(self) -> Mark:

@@ -113,6 +113,7 @@ class Run:
         Raises on every rank if the last checkpoint could not be written.
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
+        self.log.speeds.share(self.state.step, self.train_loader.wait_s)
         if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
         if decision is None or decision.reason is None:

@@ -22,6 +22,7 @@ from ddp.core.run_config import RunConfig
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.output_dir import MetricLogger, OutputDir
+from ddp.training.rank_speeds import RankSpeeds
 from ddp.training.wrapping import model_name
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class RunLog:
         self.metrics: MetricLogger | None = None  # on rank 0
         self.profiler: profile | None = None
         self.bar: tqdm | None = None
+        self.speeds = RankSpeeds(ctx)
         self.loader: Any = None  # from start() on, as the next two lines
         self.resumed_from: str | None = None
         self.first_step, self.total_steps, self.steps_per_epoch, self.started = 0, 0, 0, 0.0
@@ -66,6 +68,7 @@ class RunLog:
     def start(self, loader: TrainLoader, resumed_from: str | None) -> None:
         """The run has its data and its progress: `state` is loaded."""
         self.loader, self.resumed_from = loader, resumed_from
+        self.speeds.start(self.state.step, loader.wait_s)
         state, self.first_step, self.started = self.state, self.state.step, time.perf_counter()
         epoch, last = state.epoch, self.config.epochs - 1
         self.steps_per_epoch = loader.steps_left(min(epoch, last))  # a sampler may have epochs of other lengths
@@ -155,6 +158,7 @@ class RunLog:
         rates = before.rates(self.logged_moment, self.loader.global_batch)
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
+            about |= self.speeds.figures
             self._write(state.epoch + 1, state.step, "train", metrics, **about)
             if self.metrics is not None and (images := self.loader.example) is not None:  # what the model gets
                 self.loader.example = None

@@ -85,6 +85,8 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _broadcast_buffers_that_are_read(wrapped, model, ctx)
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
+    if not config.shard:  # there, a forward pass waits for other ranks
+        _time_forward(wrapped if config.compile else model, ctx)
     return wrapped
 
 
@@ -130,6 +132,13 @@ def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx
             ctx.broadcast_buffers(model)
 
     ddp_model.register_forward_pre_hook(choose)
+
+
+def _time_forward(model: torch.nn.Module, ctx: DistContext) -> None:
+    """Measure how long the forward passes of training take on this rank alone: see ddp/training/rank_speeds.py."""
+    clock = ctx.streams.forward
+    model.register_forward_pre_hook(lambda *_: clock.start() if torch.is_grad_enabled() else None)
+    model.register_forward_hook(lambda *_: clock.stop() if torch.is_grad_enabled() else None)
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:

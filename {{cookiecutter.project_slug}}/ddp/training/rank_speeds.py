@@ -1,0 +1,68 @@
+"""Which rank is slow. DDP makes all as slow as the slowest, so the time of a step does not show it."""
+
+import logging
+import platform
+from statistics import median
+
+import torch
+
+from ddp.distributed.process_group import DistContext
+
+log = logging.getLogger(__name__)
+INTERVAL_S = 30.0
+PERIODS = 2  # in a row, after which a rank is reported
+SLOWER, OF_A_STEP = 1.2, 0.02  # than the others, and by this part of a step: less would change nothing
+PARTS = ("waiting for data", "in the forward pass")
+
+
+class RankSpeeds:
+    """Compares what each rank does alone: waiting for data, and the forward pass. Shared twice a minute."""
+
+    def __init__(self, ctx: DistContext) -> None:
+        self.ctx, self.next_at = ctx, INTERVAL_S
+        self.measured: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # when shared last; see `share`
+        self.slow_for = [0] * ctx.world_size  # periods in a row, by rank
+        self.reported: dict[int, str] = {}  # the ranks that are slow, and in which part
+        self.hosts: list[str] = []  # by rank
+        self.figures: dict[str, float] = {}  # ms per step: of the median of the ranks, and of the slowest one
+
+    def start(self, step: int, data_s: float) -> None:
+        """Measure from here on. step: of the run; data_s: seconds in which this rank has waited for data."""
+        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.ctx.streams.forward.total_s)
+        self.next_at = self.ctx.stop_sync.trained_s + INTERVAL_S
+
+    def share(self, step: int, data_s: float) -> None:
+        """Once the time has come, compare the ranks; rank 0 prints what has changed. Call on every rank."""
+        if self.ctx.world_size == 1 or self.ctx.stop_sync.trained_s < self.next_at:
+            return
+        before = self.measured
+        self.start(step, data_s)
+        steps, *elapsed = (now - then for now, then in zip(self.measured, before, strict=True))
+        step_ms, *own = (1000 * seconds / steps for seconds in elapsed)
+        everyone = torch.zeros(self.ctx.world_size, len(own), dtype=torch.double)
+        everyone[self.ctx.rank] = torch.tensor(own)
+        self.hosts = self.hosts or self.ctx.gather(platform.node())
+        times = self.ctx.sum(everyone).tolist()
+        if self.ctx.rank == 0:
+            self.compare(times, step_ms)
+
+    def compare(self, times: list[list[float]], step_ms: float) -> None:
+        """times: of each rank, ms per step in each of PARTS."""
+        own = [sum(parts) for parts in times]
+        self.figures = {"rank_ms_median": round(median(own), 3), "rank_ms_slowest": round(max(own), 3)}
+        slow: dict[int, str] = {}
+        for rank, mine in enumerate(own):
+            others = median(own[:rank] + own[rank + 1 :])
+            is_slow = mine > SLOWER * others and mine - others > OF_A_STEP * step_ms
+            self.slow_for[rank] = self.slow_for[rank] + 1 if is_slow else 0
+            if self.slow_for[rank] >= PERIODS:
+                usual = [median(part[:rank] + part[rank + 1 :]) for part in map(list, zip(*times, strict=True))]
+                more, part = max((ours - theirs, number) for number, (ours, theirs) in enumerate(zip(times[rank], usual)))
+                slow[rank] = PARTS[part]
+                if self.reported.get(rank) != PARTS[part]:
+                    figures = f"{times[rank][part]:.3g} ms per step, others {usual[part]:.3g}"
+                    who = f"rank {rank} ({self.hosts[rank]}) is {mine / max(others, 1e-3):.1f} x as slow as the others"
+                    log.warning(f"warning: {who}: {PARTS[part]} ({figures})")
+        for rank in self.reported.keys() - slow.keys():
+            log.info(f"rank {rank} ({self.hosts[rank]}) is as fast as the others again")
+        self.reported = slow
