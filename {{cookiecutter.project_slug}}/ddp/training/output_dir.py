@@ -23,7 +23,8 @@ from ddp.core.run_config import RunConfig, hyperparameters
 
 log = logging.getLogger(__name__)
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
-RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb", "rank_ms_median", "rank_ms_slowest"}
+RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
+RESERVED |= {"rank_ms_median", "rank_ms_slowest"}
 
 
 class OutputDir:

@@ -57,7 +57,7 @@ class RankSpeeds:
             self.slow_for[rank] = self.slow_for[rank] + 1 if is_slow else 0
             if self.slow_for[rank] >= PERIODS:
                 usual = [median(part[:rank] + part[rank + 1 :]) for part in map(list, zip(*times, strict=True))]
-                more, part = max((ours - theirs, number) for number, (ours, theirs) in enumerate(zip(times[rank], usual)))
+                part = max(range(len(PARTS)), key=lambda part: times[rank][part] - usual[part])
                 slow[rank] = PARTS[part]
                 if self.reported.get(rank) != PARTS[part]:
                     figures = f"{times[rank][part]:.3g} ms per step, others {usual[part]:.3g}"
