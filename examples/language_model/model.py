@@ -80,7 +80,8 @@ def loss_terms(outputs: Tensor, targets: Tensor) -> Tensor:
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Sums over the characters of a batch, which are added up over batches and ranks."""
     terms = loss_terms(outputs, targets)
-    return {"loss": torch.where(terms > 0, loss.detach(), 0) * terms, "count": terms}  # without terms, loss is 0 / 0
+    total = torch.where(terms > 0, loss.detach(), 0) * terms  # without terms, loss is 0 / 0
+    return {"loss": total, "count": terms, "tokens": terms}
 
 
 def compute_metrics(totals: Mapping[str, Tensor]) -> dict[str, float]:

@@ -10,8 +10,9 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.state import digest
 from ddp.distributed.tensors import named_leaves
 
-SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb")
-OF_ONE_RUN = ("path", "config")  # in a checkpoint
+RANK_SPEEDS = ("rank_ms_median", "rank_ms_slowest")
+SPEEDS = ("samples_per_s", "tokens_per_s", "mfu", "step_ms", "data_ms", "memory_mb", *RANK_SPEEDS)
+OF_ONE_RUN = ("path", "config", "time")  # in a checkpoint
 
 
 def newest(output_dir: Path) -> Path:

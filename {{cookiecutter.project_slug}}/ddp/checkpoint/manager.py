@@ -17,7 +17,8 @@ from ddp.checkpoint.state import TrainState, digest, find_non_finite, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.background import BackgroundWriter
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
-from ddp.core.files import hash_source_files
+from ddp.core.files import hash_source_files, read_status
+from ddp.core.ledger import Ledger
 from ddp.core.options import flag_of
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 from ddp.core.signals import stop_signal
@@ -46,6 +47,8 @@ class CheckpointManager:
         self.sharded: dict[Any, torch.Tensor] = {}  # with --shard: weights, by the keys that lead to them and by shape
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
         self.received: list[int] = []  # and that of the rows that this rank has received
+        self.ledger = Ledger()
+        self.data_s: Callable[[], float] = lambda: 0.0  # seconds in which training waited for data
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -87,7 +90,7 @@ class CheckpointManager:
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
-        content = {**self.facts, **self._states(), **asdict(self.train_state)}
+        content = {**self.facts, **self._states(), **asdict(self.train_state), "time": self.record_time()}
         self.last_step = self.train_state.step
         best = self.train_state.best_step == self.train_state.step
 
@@ -149,10 +152,19 @@ class CheckpointManager:
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(states)) for name in each]
         self.sharded = {keys: part for keys, part in named_leaves(states) if is_sharded(part)}
         self.sharded |= {part.shape: part for part in self.sharded.values()}
+        self.data_s = lambda: train_loader.wait_s
+        status = read_status(self.directory.path.parent)
         content = read_on_main(self.ctx, partial(self._find, states), self._keep)
         if content:
             self._load(content)
+        own = content and Path(content["path"]).parent == self.directory.path
+        if own or (status.get("step") and not content):  # not that of another run
+            self.ledger.resume(content.get("time", {}), content.get("step", 0), status)
         return content.get("path")
+
+    def record_time(self) -> dict[str, Any]:
+        """Where the time of the run went so far."""
+        return self.ledger.record(self.data_s())
 
     def _keep(self, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
         """With --shard, this rank's rows of a weight, and of the optimizer state of a weight."""
@@ -190,7 +202,7 @@ class CheckpointManager:
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""
-        return {"path", "random", *self.facts, *asdict(self.train_state)}
+        return {"path", "random", "time", *self.facts, *asdict(self.train_state)}
 
     def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""

@@ -24,7 +24,7 @@ from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info
-from ddp.distributed.tensors import CpuStreams, map_tensors, named_leaves, streams_of
+from ddp.distributed.tensors import CpuStreams, Stopwatch, map_tensors, named_leaves, streams_of
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -35,6 +35,15 @@ NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
 # Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
 # frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
 _groups: list[Any] = []
+
+
+@dataclass
+class Work:
+    """What the device of this rank does in training."""
+
+    forward: Stopwatch  # of the forward passes
+    models: int = 0  # that were wrapped
+    flops_per_sample: float | None = None  # of the forward and backward pass; None if it is not known
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class DistContext:
     streams: CpuStreams
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
     on_failure: list[Callable[[BaseException], None]]
+    work: Work
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run `action` on rank 0; its result, or its exception, reaches every rank. Call on every rank."""
@@ -167,7 +177,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
-        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure)
+        work = Work(streams.stopwatch())
+        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, work)
         monitor.close()
         _destroy_group()
     except BaseException as error:

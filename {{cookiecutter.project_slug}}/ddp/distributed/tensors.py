@@ -105,7 +105,9 @@ class CpuStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.forward = Stopwatch()  # of the forward passes of training
+
+    def stopwatch(self) -> Stopwatch:
+        return Stopwatch()
 
     def mark(self) -> Mark:
         """A point after all work that was given to the device so far."""
@@ -129,8 +131,10 @@ class CudaStreams(CpuStreams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.forward = CudaStopwatch()
         self.copies: torch.cuda.Stream = torch.cuda.Stream(device)
+
+    def stopwatch(self) -> Stopwatch:
+        return CudaStopwatch()
 
     def mark(self) -> Mark:
         return Mark(torch.cuda.current_stream(self.device).record_event())

@@ -25,6 +25,7 @@ from ddp.core.errors import (
     report_error,
 )
 from ddp.core.files import correct_status, read_status
+from ddp.core.ledger import NOTICED_VARIABLE
 from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
 from ddp.core.run_config import (
@@ -149,14 +150,15 @@ class NodeAgent(SignalHandler):
 
     def run(self) -> int:
         """Run the workers, again if a process is lost and a restart is left; progress resets the count of restarts."""
-        restarts, furthest_step, pause = 0, -1, 0
+        restarts, furthest_step, pause, noticed_at = 0, -1, 0, 0.0
         while True:
             try:
                 self._connect_nodes(pause)
             except UserError as error:
                 self._correct_status(error.exit_code, one_line(error))
                 raise
-            result = self._run_workers(self.options.max_restarts - restarts)
+            result = self._run_workers(self.options.max_restarts - restarts, noticed_at)
+            noticed_at = result.noticed_at
             if result.saved_step > furthest_step:
                 restarts, furthest_step = 0, result.saved_step
             if not result.restartable or self.first is not None or restarts >= self.options.max_restarts:
@@ -202,13 +204,14 @@ class NodeAgent(SignalHandler):
             who = f"{node_names(self.nodes)} are" if absent else "all nodes are"
             self._print(f"{who} connected; {here} here; node 0 prints the progress")
 
-    def _run_workers(self, restarts_left: int) -> RunResult:
-        """Run the workers until all of them are gone."""
+    def _run_workers(self, restarts_left: int, noticed_at: float = 0.0) -> RunResult:
+        """Run the workers until all of them are gone. noticed_at: when the end of those before them was noticed."""
         options = self.options
         flags = {CHECK_VARIABLE: options.check, RESTARTS_VARIABLE: restarts_left > 0}
         flags[ELASTIC_VARIABLE] = options.min_nodes < options.max_nodes
         flags[RANK_LOGS_VARIABLE] = not (options.check or self.config.evaluate)
         variables = {name: "1" for name, applies in flags.items() if applies}
+        variables |= {NOTICED_VARIABLE: f"{noticed_at:.3f}"} if noticed_at else {}
         nodes = ["--standalone", "--local-addr=127.0.0.1"]
         if options.max_nodes > 1:
             timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing

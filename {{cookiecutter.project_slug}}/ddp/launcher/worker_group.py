@@ -52,6 +52,7 @@ class RunResult:
     restartable: bool = False
     reported: bool = True  # whether a worker or torchrun has printed the reason
     saved_step: int = -1  # of the last checkpoint; -1 if no worker has recorded one
+    noticed_at: float = 0.0  # when the first worker had ended, in seconds since 1970
 
 
 class WorkerProcesses:
@@ -123,6 +124,7 @@ class WorkerGroup(WorkerProcesses):
         self.nproc, self.kill_after_s = nproc, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
+        self.noticed_at = 0.0  # as in RunResult
         workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         main = str(PROJECT_DIR / "main.py")
         # Without settings of other launchers, which would apply to torchrun as well.
@@ -145,6 +147,8 @@ class WorkerGroup(WorkerProcesses):
     def running(self) -> list[int]:
         pids = self.pids()
         workers = [pid for pid in pids if is_alive(pid)]
+        if len(workers) < len(pids):
+            self.noticed_at = self.noticed_at or time.time()
         idle = not workers and len(pids) == self.nproc
         self.idle_since = min(self.idle_since, time.monotonic()) if idle else math.inf
         grace = FAILED_WORKERS_GRACE_S if self._read("error.json") else DONE_WORKERS_GRACE_S
@@ -213,6 +217,7 @@ class WorkerGroup(WorkerProcesses):
         ]
         result = next(result for applies, result in table if applies)
         result.saved_step = max(map(int, self._read("saved")), default=-1)
+        result.noticed_at = self.noticed_at or time.time()
         return result
 
     def _read(self, name: str) -> list[str]:

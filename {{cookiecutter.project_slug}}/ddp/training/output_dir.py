@@ -24,7 +24,7 @@ from ddp.core.run_config import RunConfig, hyperparameters
 log = logging.getLogger(__name__)
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
 RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
-RESERVED |= {"rank_ms_median", "rank_ms_slowest"}
+RESERVED |= {"tokens_per_s", "mfu", "rank_ms_median", "rank_ms_slowest"}
 
 
 class OutputDir:
@@ -158,6 +158,15 @@ class MetricLogger:
         numbers = {name: value for name, value in values.items() if name not in NO_CURVE}
         self.trackers, self.waiting = self.trackers + self.waiting, []
         self._each(lambda tracker: tracker.log(step, split, numbers))
+
+    def add_curves(self, values: Mapping[str, float], step: int) -> None:
+        """Add numbers to TensorBoard alone."""
+
+        def write(writer: Any) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self.to_tensorboard(write)
 
     def to_tensorboard(self, write: Callable[[Any], None]) -> None:
         """Call `write` with TensorBoard's SummaryWriter."""

@@ -28,7 +28,7 @@ class RankSpeeds:
 
     def start(self, step: int, data_s: float) -> None:
         """Measure from here on. step: of the run; data_s: seconds in which this rank has waited for data."""
-        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.ctx.streams.forward.total_s)
+        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.ctx.work.forward.total_s)
         self.next_at = self.ctx.stop_sync.trained_s + INTERVAL_S
 
     def share(self, step: int, data_s: float) -> None:

@@ -28,7 +28,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.guard import twice
-from ddp.training.run_log import RunLog, format_metrics
+from ddp.training.run_log import STATUS_INTERVAL_S, RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.sharding import build_in_turn, check_optimizers
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
@@ -89,7 +89,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
-        with self.log.paused():
+        with self.log.paused("saving"):
             self.log.flush()
             self.checkpoints.save(self.log.output_dir.sync_logs)
 
@@ -114,6 +114,7 @@ class Run:
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
         self.log.speeds.share(self.state.step, self.train_loader.wait_s)
+        self.log.write_status(max_age_s=STATUS_INTERVAL_S)  # a killed run leaves its last sign of life
         if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
         if decision is None or decision.reason is None:
@@ -168,6 +169,7 @@ class Run:
         if self.config.guard and not self.guards:
             raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         self.log.start_epoch()
+        self.log.enter("productive")
         self.ctx.stop_sync.restart()
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
@@ -177,6 +179,7 @@ class Run:
                 schedule.set(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
+        self.log.enter("evaluation")
         self.log.close_bar()
 
     def advance(self) -> None:
@@ -192,7 +195,8 @@ class Run:
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
             on_console = not at_end and self.log.steps_per_epoch > self.config.log_every
-            self.log.log_train(self.meter.take(), self.schedules[0].lr, on_console=on_console)
+            metrics = self.meter.take()
+            self.log.log_train(metrics, self.schedules[0].lr, self.meter.tokens, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
@@ -251,6 +255,7 @@ class Run:
             return
         metrics = f"; best at step {self.state.best_step:,}: val {format_metrics(self.state.best_metrics)}"
         log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
+        log.info(f"  time          {self.log.ledger}")
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
@@ -265,6 +270,8 @@ class Run:
             last = next(iter(self.checkpoints.directory.paths()), "none")
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
         self.ctx.monitor.add_saved_step(error)
+        if self.log.metrics is not None:
+            log.info(f"  time          {self.log.ledger}")
         with suppress(Exception):  # a full disk, for example, must not hide the first error
             self.log.write_status(exit_code_of(error), one_line(error))
             self.log.close()

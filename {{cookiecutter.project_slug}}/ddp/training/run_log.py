@@ -16,11 +16,13 @@ from tqdm import tqdm
 from ddp.checkpoint.manager import CheckpointManager, TrainState
 from ddp.core.errors import ExitCode, plural
 from ddp.core.files import storage_errors, write_status
+from ddp.core.ledger import SaveCost
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
 from ddp.core.run_config import RunConfig
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
+from ddp.training.flops import rates as more_rates
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.rank_speeds import RankSpeeds
 from ddp.training.wrapping import model_name
@@ -52,7 +54,8 @@ class RunLog:
 
     def __init__(self, config: RunConfig, ctx: DistContext, checkpoints: CheckpointManager, trackers: Any) -> None:
         self.config, self.ctx, self.trackers = config, ctx, trackers
-        self.state, self.mirror = checkpoints.train_state, checkpoints.mirror
+        self.state, self.mirror, self.checkpoints = checkpoints.train_state, checkpoints.mirror, checkpoints
+        self.ledger, self.save_cost = checkpoints.ledger, SaveCost()
         self.output_dir = OutputDir(config)
         self.metrics: MetricLogger | None = None  # on rank 0
         self.profiler: profile | None = None
@@ -122,6 +125,12 @@ class RunLog:
 
     def step(self) -> None:
         """An optimizer step was taken."""
+        self.save_cost.step(writing=not self.checkpoints.writer.done.is_set())
+        self.ledger.stepped_at = self.ledger.now()
+        if self.ledger.part == "start-up":
+            self.ledger.enter("productive", self.loader.wait_s)
+            if line := self.ledger.recovery():
+                log.info(line)
         if self.bar is not None:
             left = tqdm.format_interval(self._remaining_s() or 0)
             self.bar.set_postfix_str(f"{left} to the end of the run", refresh=False)
@@ -133,11 +142,18 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
 
+    def enter(self, part: str) -> None:
+        """Another part of the ledger begins. The start-up lasts until the first step was taken."""
+        if self.ledger.part != "start-up":
+            self.ledger.enter(part, self.loader.wait_s)
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time of the block does not count as training."""
-        start = time.perf_counter()
+    def paused(self, part: str | None = None) -> Iterator[None]:
+        """The time of the block does not count as training, but as this part of the ledger."""
+        start, before = time.perf_counter(), self.ledger.enter(part or self.ledger.part, self.loader.wait_s)
         yield
+        self.ledger.enter(before, self.loader.wait_s)
+        self.save_cost.pause(time.perf_counter() - start, save=part == "saving")
         self.paused_s += time.perf_counter() - start
 
     def _moment(self) -> Moment:
@@ -151,11 +167,15 @@ class RunLog:
 
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
-    def log_train(self, metrics: Mapping[str, float], lr: float, *, on_console: bool) -> None:
-        """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line."""
+    def log_train(self, metrics: Mapping[str, float], lr: float, tokens: Any, *, on_console: bool) -> None:
+        """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line.
+
+        tokens: in these steps, on all ranks; None if nobody counts them.
+        """
         state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
         before, self.logged_moment = self.logged_moment, self._moment()
         rates = before.rates(self.logged_moment, self.loader.global_batch)
+        rates |= more_rates(self.ctx, rates["samples_per_s"], tokens, self.logged_moment.clock - before.clock)
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
             about |= self.speeds.figures
@@ -166,6 +186,8 @@ class RunLog:
         state.logged_step, self.last_train = state.step, f"train since step {first:,}  {shown}"
         if on_console:
             speed = f"lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
+            speed += f"  {rates['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in rates else ""
+            speed += f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else ""
             self._print(state.epoch + 1, state.step, f"train  {shown}", speed)
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
@@ -215,6 +237,9 @@ class RunLog:
     def flush(self) -> None:
         """Before a checkpoint, which must not be on disk without the lines that led to it. Raises StorageError."""
         if self.metrics is not None:
+            curves = {f"time/{part}": seconds for part, seconds in self.ledger.seconds.items()}
+            curves |= {f"save/{name}": value for name, value in self.save_cost.figures().items()}
+            self.metrics.add_curves(curves, self.state.step)
             self.metrics.flush()
             self.write_status()
 
@@ -243,7 +268,8 @@ class RunLog:
         if self.mirror is not None:
             progress["mirrored"] = self.mirror.step
         left = self._remaining_s() if state == "running" else None
-        about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}
+        figures = {"time": self.checkpoints.record_time(), "saving": self.save_cost.figures()}
+        about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message, **figures}
         with storage_errors(self.output_dir.path / "status.json"):
             write_status(self.output_dir.path, **about)
 

@@ -21,6 +21,7 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import leaves
+from ddp.training.flops import count_flops
 from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
 SHARD_NEEDS = (2, 9)  # over gloo, FSDP2 of torch 2.7 and 2.8 adds up the gradients that it should average
@@ -87,6 +88,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _refuse_unfrozen_weights(wrapped, model)
     if not config.shard:  # there, a forward pass waits for other ranks
         _time_forward(wrapped if config.compile else model, ctx)
+    count_flops(wrapped, model, config, ctx, task)
     return wrapped
 
 
@@ -136,7 +138,7 @@ def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx
 
 def _time_forward(model: torch.nn.Module, ctx: DistContext) -> None:
     """Measure how long the forward passes of training take on this rank alone: see ddp/training/rank_speeds.py."""
-    clock = ctx.streams.forward
+    clock = ctx.work.forward
     model.register_forward_pre_hook(lambda *_: clock.start() if torch.is_grad_enabled() else None)
     model.register_forward_hook(lambda *_: clock.stop() if torch.is_grad_enabled() else None)
 

@@ -1,0 +1,111 @@
+"""Where the time of a run went, over its restarts; what a lost process and a save cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp.core import ledger
+from ddp.core.ledger import PARTS, Ledger, SaveCost
+from ddp.training import run
+from ddp.training.run import Run
+from faults import fault
+from processes import start, train
+
+
+def status(output: Path) -> dict[str, Any]:
+    return json.loads((output / "status.json").read_text())
+
+
+def sleep_and_kill(at: int | None, seconds: float, each: Run) -> None:
+    time.sleep(seconds)
+    if each.state.step == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@fault(1)
+def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "STATUS_INTERVAL_S", 0.0)
+    options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 16, "--checkpoint-every", 4]
+    options += ["--output-dir", tmp_path]
+    began = time.time()
+    killed = start(2, *options, after_step=partial(sleep_and_kill, 7, 0.2))
+    assert -signal.SIGKILL in killed.wait()
+    last_sign_of_life = status(tmp_path)["time"]["until"]
+    time.sleep(1.5)
+    output = train(2, *options, "--max-steps", 9, after_step=partial(sleep_and_kill, None, 0.05))
+    recovered = (
+        r"recovered: lost at \d\d:\d\d:\d\d, training again after ([\d.]+) s; (\d) steps or a few more computed again"
+    )
+    (line,) = re.findall(recovered, output)
+    assert 1.5 < float(line[0]) < 30 and line[1] == "2", "killed after step 7, which nobody has recorded"
+    output = train(2, *options)
+    assert "recovered" not in output, "that run had reached its end"
+    record = status(tmp_path)["time"]
+    seconds = record["seconds"]
+    assert list(seconds) == list(PARTS)
+    assert sum(seconds.values()) == pytest.approx(record["until"] - record["since"], rel=0.001)
+    assert began - 1 < record["since"] < began + 1 and time.time() - 5 < record["until"] < time.time()
+    assert 1.5 < seconds["down"] < 30 and last_sign_of_life < record["until"]
+    assert 0.35 < seconds["repeated"] < 5, "two steps of 0.2 s"
+    assert all(seconds[part] > 0 for part in PARTS)
+    percent = {part: float(value) for value, part in re.findall(r"([\d.]+) % ([\w-]+)", output.splitlines()[-3])}
+    assert 99 < sum(percent.values()) < 101 and percent["repeated"] > 0, output
+    assert status(tmp_path)["saving"]["saves"] >= 2 and status(tmp_path)["saving"]["pause_ms"] > 0
+
+
+def test_what_was_written_after_the_last_checkpoint_counts_as_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ledger.NOTICED_VARIABLE, "1130.5")
+
+    def record(until: float, **seconds: float) -> dict[str, Any]:
+        return {"since": 1000.0, "until": until, "stepped": until - 1, "seconds": dict.fromkeys(PARTS, 0.0) | seconds}
+
+    saved, later = record(1060, productive=40, data=10), record(1120, productive=90, data=15, saving=5)
+    saved["seconds"]["start-up"] = later["seconds"]["start-up"] = 10
+
+    def resumed(saved: dict[str, Any], **of_status: Any) -> Ledger:
+        found = Ledger()
+        found.since = 1150.0
+        found.resume(saved, 400, {"state": "running", "step": 450, **of_status})
+        return found
+
+    found = resumed(saved, time=later)
+    assert found.seconds == record(0, productive=40, data=10, saving=5, repeated=55, down=30)["seconds"] | {
+        "start-up": 10
+    }
+    assert (found.lost_at, found.noticed_at, found.lost_steps, found.first_start) == (1119.0, 1130.5, 50, 1000.0)
+    assert resumed(saved, time=later, state="failed").noticed_at == 1120.0, "rank 0 noticed it before the launcher"
+    assert resumed(saved, time=later, state="stopped").lost_at == 0.0
+    for lost in ({}, {"time": {**later, "since": 900.0}}):  # status.json is not there, or of another run
+        found = resumed(saved, **lost)
+        assert found.seconds["down"] == 90 and found.seconds["repeated"] == found.lost_at == 0
+    assert resumed({}, time=later).seconds["repeated"] == 105, "nothing was saved"
+    assert resumed({}).seconds == dict.fromkeys(PARTS, 0.0)
+    found.seconds |= {"productive": 41 * 3600.0, "down": 720.0}
+    assert str(found).startswith("41 h 12 min: 99.5 % productive, 0.5 % down")
+
+
+def test_the_speed_while_a_checkpoint_is_written_is_compared_with_the_usual_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(ledger.time, "perf_counter", lambda: now)
+    cost = SaveCost()
+    assert cost.figures() == {}
+    for writing, took in [(False, 1.0), (False, 0.1), (False, 0.1), (True, 0.125), (True, 0.125), (False, 0.1)]:
+        now += took
+        cost.step(writing)
+    cost.pause(0.02, save=True)
+    now += 5
+    cost.step(False)
+    assert cost.figures() == {"saves": 1, "pause_ms": 20.0, "write_s": 0.25, "speed_while_written": 0.8}

@@ -1,0 +1,120 @@
+"""Where the time of a run went, over all its restarts; and what a restart and a save cost."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ddp.core.errors import plural
+
+PARTS = ("productive", "data", "saving", "evaluation", "start-up", "repeated", "down")
+NOTICED_VARIABLE = "DDP_NOTICED_AT"  # launch_node.sh sets it at a restart: when it noticed that a process was lost
+
+
+class Ledger:
+    """Divides the time since the first start of a run into PARTS. One part lasts until the next is entered.
+
+    Times are in seconds, moments since 1970. "data" is the time in which training waited for data, "repeated" that of
+    steps that were lost with a process and computed again. In "down" no process of the run existed.
+    """
+
+    def __init__(self) -> None:
+        import psutil  # slow, and not needed to check a command line
+
+        self.first_start = self.since = self.stepped_at = psutil.Process().create_time()
+        self.offset = time.time() - time.perf_counter()  # the clock of the machine may be set while the run lasts
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `enter`
+        self.lost_at, self.noticed_at, self.lost_steps = 0.0, 0.0, 0  # of the process that was lost before, if any
+
+    def now(self) -> float:
+        return self.offset + time.perf_counter()
+
+    def enter(self, part: str, data_s: float) -> str:
+        """Another part begins; returns the one before. data_s: for how long this process has waited for data."""
+        now, before = self.now(), self.part
+        self.seconds[before] += now - self.since
+        if before == "productive":
+            self.seconds["data"] += data_s - self.data_s
+            self.seconds["productive"] -= data_s - self.data_s
+        self.part, self.since, self.data_s = part, now, data_s
+        return before
+
+    def record(self, data_s: float) -> dict[str, Any]:
+        """What a later process continues from, and status.json shows."""
+        self.enter(self.part, data_s)
+        moments = {"since": self.first_start, "until": self.since, "stepped": self.stepped_at}
+        return {**moments, "seconds": {**self.seconds}}
+
+    def resume(self, saved: Mapping[str, Any], step: int, status: Mapping[str, Any]) -> None:
+        """Continue the record in the checkpoint of `step`, and the later one in status.json. Either may be empty."""
+        later = status.get("time") or saved
+        if saved and later["since"] != saved["since"]:  # of another run
+            later = saved
+        if not later:
+            return
+        if later is not saved and status["state"] in ("running", "failed"):
+            self.lost_at, self.lost_steps = later["stepped"], max(0, status["step"] - step)
+            noticed = [float(os.environ.get(NOTICED_VARIABLE, 0)), later["until"] * (status["state"] == "failed")]
+            self.noticed_at = min(filter(None, noticed), default=0.0)
+        kept = saved.get("seconds", {})
+        for part, seconds in later["seconds"].items():
+            lost = max(0.0, seconds - kept.get(part, 0.0)) if part in ("productive", "data") else 0.0
+            self.seconds[part] += seconds - lost
+            self.seconds["repeated"] += lost
+        self.since = max(self.since, later["until"])  # the system knows the start of a process to a second
+        self.seconds["down"] += self.since - later["until"]
+        self.first_start = later["since"]
+
+    def recovery(self) -> str:
+        """What the loss of a process has cost, once training goes on; empty if none was lost."""
+        if not self.lost_at:
+            return ""
+        lost = time.strftime("%H:%M:%S", time.localtime(self.lost_at))
+        noticed = f"noticed after {max(0.0, self.noticed_at - self.lost_at):.1f} s, " if self.noticed_at else ""
+        again = f"{plural(self.lost_steps, 'step')} or a few more computed again"  # status.json is up to a second old
+        return f"recovered: lost at {lost}, {noticed}training again after {self.now() - self.lost_at:.1f} s; {again}"
+
+    def __str__(self) -> str:
+        """`41 h 12 min: 93.1 % productive, 2.0 % data, ...`."""
+        total = max(sum(self.seconds.values()), 1e-9)
+        hours, minutes = divmod(round(total / 60), 60)
+        length = f"{hours:,} h {minutes} min" if hours else f"{total / 60:.1f} min" if total >= 60 else f"{total:.0f} s"
+        shares = {part: 100 * seconds / total for part, seconds in self.seconds.items()}
+        return f"{length}: " + ", ".join(f"{share:.1f} % {part}" for part, share in shares.items() if share >= 0.05)
+
+
+class SaveCost:
+    """What the saves of this process cost: the pauses, and the speed of steps while a checkpoint is written."""
+
+    def __init__(self) -> None:
+        self.saves, self.pause_s = 0, 0.0
+        self.steps, self.step_s = {False: 0, True: 0}, {False: 0.0, True: 0.0}  # by whether one was being written
+        self.stepped_at: float | None = None  # None after a pause
+
+    def pause(self, seconds: float, *, save: bool) -> None:
+        """The training has paused, perhaps for a save."""
+        self.stepped_at = None
+        if save:
+            self.saves, self.pause_s = self.saves + 1, self.pause_s + seconds
+
+    def step(self, writing: bool) -> None:
+        """A step was taken. writing: whether a checkpoint is being written."""
+        now = time.perf_counter()
+        if self.stepped_at is not None:
+            self.steps[writing] += 1
+            self.step_s[writing] += now - self.stepped_at
+        self.stepped_at = now
+
+    def figures(self) -> dict[str, float]:
+        """Averages: the pause in ms; the seconds of writing, and the speed meanwhile, as a part of the usual one."""
+        if not self.saves:
+            return {}
+        found = {"saves": self.saves, "pause_ms": round(1000 * self.pause_s / self.saves, 1)}
+        if self.steps[True] and self.steps[False]:
+            during, usual = (self.steps[writing] / self.step_s[writing] for writing in (True, False))
+            found |= {
+                "write_s": round(self.step_s[True] / self.saves, 3),
+                "speed_while_written": round(during / usual, 3),
+            }
+        return found

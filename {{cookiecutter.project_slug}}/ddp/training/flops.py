@@ -1,0 +1,66 @@
+"""Model FLOPs utilization (MFU): the FLOPs that the model needs, as a part of what the GPU could do meanwhile.
+
+Chowdhery et al., PaLM, 2022, https://arxiv.org/abs/2204.02311, appendix B.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ddp.core.run_config import RunConfig
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.tensors import leaves, map_tensors
+
+# Dense bf16 products per second, of fp16 where a GPU has no bf16, by a part of its name: the vendor's data sheets.
+PEAKS = {
+    **{"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12},
+    **{"A100": 312e12, "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "A6000": 155e12},
+    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12},
+}
+PASSES = 3  # the backward pass takes twice the FLOPs of the forward pass
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The FLOP/s of a GPU; None if it is not known, and for a CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def count_flops(wrapped: Any, model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> None:
+    """Learn how many FLOPs a sample takes: from model.py, or else from the first batch, on rank 0."""
+    ctx.work.models += 1
+    if hasattr(task, "flops_per_sample"):
+        ctx.work.flops_per_sample = float(task.flops_per_sample(model))
+    elif ctx.rank == 0 and peak_flops(ctx.device) and not (config.shard or config.compile):
+
+        def count(_: Any, arguments: Any, keywords: Any, outputs: Any) -> None:
+            hook.remove()
+            with suppress(Exception):  # what computes with values, and not with shapes alone
+                ctx.work.flops_per_sample = PASSES * flops_of(model, arguments, keywords)
+
+        hook = wrapped.register_forward_hook(count, with_kwargs=True)
+
+
+def flops_of(model: torch.nn.Module, arguments: Any, keywords: Any) -> float:
+    """The FLOPs of a forward pass, per sample. Computes shapes alone: no weights, buffers or random numbers change."""
+    from torch.func import functional_call
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
+    def shapes(tree: Any) -> Any:
+        return map_tensors(tree, lambda tensor: tensor.detach().to("meta"))
+
+    batch = next(part for part in leaves([arguments, keywords]) if isinstance(part, torch.Tensor))
+    state: dict[str, Any] = shapes({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        functional_call(model, state, shapes(arguments), shapes(keywords))
+    return counter.get_total_flops() / len(batch)
+
+
+def rates(ctx: DistContext, samples_per_s: float, tokens: Any, seconds: float) -> dict[str, float]:
+    """tokens_per_s and mfu, as far as they are known. tokens: of all ranks in `seconds`; None if nobody counts them."""
+    found = {} if tokens is None else {"tokens_per_s": round(float(tokens) / seconds, 1)}
+    flops, peak = ctx.work.flops_per_sample, peak_flops(ctx.device)
+    if flops and peak and ctx.work.models == 1:
+        found["mfu"] = round(samples_per_s * flops / (ctx.world_size * peak), 4)
+    return found
