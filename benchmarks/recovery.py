@@ -32,16 +32,16 @@ OPTIONS = ["--dataset", "synthetic", "--device", "cpu", "--epochs", 10_000, "--c
 RECOVERED = re.compile(r"recovered: lost at [\d:]+, noticed after ([\d.]+) s, training again after ([\d.]+) s")
 
 
-def processes(program: Program, text: bytes, machine: Machine | None = None) -> list[int]:
-    """The processes of a program, or of a machine, with `text` in their environment or command line."""
+def processes(folder: Path, text: bytes, machine: Machine | None = None) -> list[int]:
+    """Those with `folder` and `text` in their environment or command line; on one machine, if there are several."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            words, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+            words = (process / "cmdline").read_bytes() + b"\0" + (process / "environ").read_bytes()
         except OSError:
             continue
-        pid = int(folder.name)
-        if text in words + environment and (machine is None or pid in machine.running()):
+        pid = int(process.name)
+        if text in words and os.fsencode(folder) in words and (machine is None or pid in machine.running()):
             found.append(pid)
     return sorted(found)
 
@@ -52,6 +52,7 @@ def measure(nodes: list[Program], repetitions: int, lose: Callable[[], None]) ->
     for number in range(earlier, earlier + repetitions):
         before = nodes[0].output().count("  train  ")
         while nodes[0].output().count("  train  ") < before + 3:  # some steps, and a checkpoint
+            assert nodes[0].process.poll() is None, nodes[0].output()
             time.sleep(0.1)
         lost_at = time.monotonic()
         lose()
@@ -84,7 +85,7 @@ def main() -> None:
             return ["bash", project / "launch_node.sh", *launch, "--", *OPTIONS, "--output-dir", folder / output]
 
         node = Program(command("one", "--nproc-per-node", 2), variables)
-        kill_worker = lambda: os.kill(processes(node, b"\0LOCAL_RANK=1\0")[0], signal.SIGKILL)  # noqa: E731
+        kill_worker = lambda: os.kill(processes(folder, b"\0LOCAL_RANK=1\0")[0], signal.SIGKILL)  # noqa: E731
         print(row("one of two processes (kill -9)", measure([node], repetitions, kill_worker)), flush=True)
         node.signal(signal.SIGTERM)
         node.wait()
@@ -93,7 +94,7 @@ def main() -> None:
             nodes = [machine.start(*command("two", *launch, rank), **variables) for rank, machine in enumerate(two)]
 
             def kill_torchrun() -> None:
-                os.kill(processes(nodes[1], b"ddp.launcher.run_torchrun", two[1])[0], signal.SIGKILL)
+                os.kill(processes(folder, b"ddp.launcher.run_torchrun", two[1])[0], signal.SIGKILL)
 
             def vanish() -> None:
                 two[1].link("down")

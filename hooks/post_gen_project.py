@@ -16,6 +16,8 @@ KEPT_FOR = {
     "launch/ssh.sh": ("all",),
     "launch/slurm.sbatch": ("all", "slurm"),
     "launch/kubernetes.yaml": ("all", "kubernetes"),
+    "launch/trainjob.yaml": ("all", "kubernetes"),
+    "launch/skypilot.yaml": ("all", "skypilot"),
 }
 
 NEXT = """

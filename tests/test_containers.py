@@ -16,6 +16,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainingRuntime, TrainerV1alpha1TrainJob
 from template_copy import TEMPLATE
 
 from ddp.core.files import hash_source_files
@@ -113,6 +114,59 @@ def test_the_command_is_clean_bash_that_kubernetes_leaves_as_it_is() -> None:
     assert "$(" not in SCRIPT and "$$" not in SCRIPT, "Kubernetes would replace it"
     checked = subprocess.run(["shellcheck", "--shell=bash", "-"], input=SCRIPT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
+
+
+# ---- with Kubeflow Trainer ------------------------------------------------------------------------------------------
+
+RUNTIME, TRAIN_JOB = yaml.safe_load_all((TEMPLATE / "launch" / "trainjob.yaml").read_text())
+(NODE,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+TRAINER = TRAIN_JOB["spec"]["trainer"]
+
+
+def test_the_train_job_keeps_to_the_schema_of_kubeflow_trainer() -> None:
+    for resource, kind in ((RUNTIME, TrainerV1alpha1TrainingRuntime), (TRAIN_JOB, TrainerV1alpha1TrainJob)):
+        known = kind.from_dict(resource)
+        assert known is not None and known.to_dict() == resource, "what the schema does not know is dropped"
+    with pytest.raises(ValueError, match="numNodes"):
+        TrainerV1alpha1TrainJob.from_dict({"spec": {**TRAIN_JOB["spec"], "trainer": {"numNodes": "two"}}})
+    wrong = {**TRAIN_JOB, "spec": {**TRAIN_JOB["spec"], "runtimeReference": {}}}
+    assert TrainerV1alpha1TrainJob.from_dict(wrong).to_dict() != wrong
+    pods = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": NODE["template"]["spec"]}
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    container |= {"image": TRAINER["image"]}
+    kubernetes_validate.validate(pods, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_train_job_does_what_the_job_does() -> None:
+    assert TRAIN_JOB["spec"]["runtimeRef"] == {
+        "apiGroup": RUNTIME["apiVersion"].partition("/")[0],
+        "kind": RUNTIME["kind"],
+        "name": RUNTIME["metadata"]["name"],
+    }
+    assert NODE["name"] == NODE["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
+    assert NODE["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    job, pod = NODE["template"]["spec"], NODE["template"]["spec"]["template"]["spec"]
+    rules = yaml.safe_load(
+        yaml.safe_dump(job["podFailurePolicy"]).replace("containerName: node", "containerName: main")
+    )
+    assert rules == JOB["spec"]["podFailurePolicy"]
+    for name in ("backoffLimitPerIndex", "maxFailedIndexes", "completionMode"):
+        assert job[name] == JOB["spec"][name]
+    names = ("restartPolicy", "terminationGracePeriodSeconds", "securityContext", "volumes", "enableServiceLinks")
+    assert all(pod[name] == POD[name] for name in names)
+    (container,) = pod["containers"]
+    assert all(container[name] == CONTAINER[name] for name in ("securityContext", "volumeMounts"))
+    assert TRAINER["resourcesPerNode"] == CONTAINER["resources"] and TRAINER["image"] == CONTAINER["image"]
+    assert TRAINER["numNodes"] == RUNTIME["spec"]["mlPolicy"]["numNodes"] == JOB["spec"]["completions"]
+    environment = {variable["name"]: variable["value"] for variable in TRAINER["env"]}
+    assert environment == {name: value for name, value in ENVIRONMENT.items() if name not in ("NNODES", "MASTER_ADDR")}
+    ours, theirs = ((text.splitlines()) for text in (TRAINER["args"][0], SCRIPT))
+    assert "PET_NNODES" in ours[1] and "PET_MASTER_ADDR" in ours[1] and "JOB_COMPLETION_INDEX" in ours[1]
+    assert ours[:1] + ours[2:] == theirs[:1] + theirs[2:], "all but the line with its variables"
+    checked = subprocess.run(
+        ["shellcheck", "--shell=bash", "-"], input=TRAINER["args"][0], capture_output=True, text=True
+    )
+    assert checked.returncode == 0 and "$(" not in TRAINER["args"][0], checked.stdout
 
 
 # ---- its command, in pods that are namespaces -----------------------------------------------------------------------

@@ -350,6 +350,8 @@ ELSEWHERE = {
 NOT_HERE = (
     "docker ",
     "kubectl ",
+    "sky ",
+    "pip install 'skypilot[aws]'",
     "sed 's/my-run/",
     "nvidia-smi",
     "ss -ltnp",

@@ -38,11 +38,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATE = "{{cookiecutter.project_slug}}"
 RENDERED = {"README.md", "pyproject.toml", "LICENSE"}
 LICENSES = ["MIT", "Apache-2.0", "BSD-3-Clause", "Proprietary"]
+YAML_FILES = ("kubernetes.yaml", "trainjob.yaml", "skypilot.yaml")
 LAUNCHERS = {  # answer -> the files that it removes
     "all": set(),
-    "slurm": {"launch/ssh.sh", "launch/kubernetes.yaml"},
-    "kubernetes": {"launch/ssh.sh", "launch/slurm.sbatch"},
-    "launch_node.sh only": {"launch/ssh.sh", "launch/slurm.sbatch", "launch/kubernetes.yaml"},
+    "slurm": {"launch/ssh.sh", "launch/kubernetes.yaml", "launch/trainjob.yaml", "launch/skypilot.yaml"},
+    "kubernetes": {"launch/ssh.sh", "launch/slurm.sbatch", "launch/skypilot.yaml"},
+    "skypilot": {"launch/ssh.sh", "launch/slurm.sbatch", "launch/kubernetes.yaml", "launch/trainjob.yaml"},
+    "launch_node.sh only": {f"launch/{name}" for name in ("ssh.sh", "slurm.sbatch", *YAML_FILES)},
 }
 MODULES = ("main", "model", "data", "config", "ddp", "benchmark", "benchmark_report")
 APACHE_SHA256 = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,49 @@ NORMALISED = """
 """.lstrip()
 
 
+def wandb_records(file: Path) -> list[Any]:
+    """What a .wandb file holds: 7 bytes, then blocks of 32 KiB with parts of records, each after 7 bytes of its own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, record, found = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(content):
+        if -place % 32768 < 7:  # the rest of a block is too short for a part
+            place += -place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(record))
+            record = b""
+    return found
+
+
 def test_weights_and_biases(tmp_path: Path) -> None:
-    """Offline: its file holds the curves and the options."""
+    """Offline: its file holds the options, and each point at its step, although the run is killed and resumed."""
     pytest.importorskip("wandb")
     project = project_with(tmp_path, *edits("Weights & Biases"))
-    run(project, 2, WANDB_MODE="offline", WANDB_SILENT="true")
-    (file,) = (project / "runs/x").glob("wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()
-    assert b"val/accuracy" in content and b"train/samples_per_s" in content and b"ToyModel" in content
+    main = (project / "main.py").read_text()
+    place = "                run.advance()"
+    kill = "import os; run.state.step == 6 and 'KILL' in os.environ and os.kill(os.getpid(), 9)"
+    (project / "main.py").write_text(main.replace(place, f"                {kill}\n{place}"))
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    options = ["main.py", *SHARED, "--log-every", 1, "--checkpoint-every", 4]
+    python(project, *options, code=-9, KILL="1", **variables)
+    killed = next((project / "runs/x").glob("wandb/offline-run-*"))
+    python(project, *options, **variables)
+    (file,) = (file for file in (project / "runs/x").glob("wandb/offline-run-*/*.wandb") if file.parent != killed)
+    records = wandb_records(file)
+    assert any(b"ToyModel" in record.SerializeToString() for record in records if record.HasField("run"))
+    axes = [(record.metric.glob_name, record.metric.step_metric) for record in records if record.HasField("metric")]
+    assert ("*", "step") in axes
+    points = set()
+    for record in records:
+        values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        points |= {(values["step"], name, value) for name, value in values.items() if "/" in name}
+    logged = [json.loads(line) for line in (project / "runs/x/metrics.jsonl").read_text().splitlines()]
+    expected = {(line["step"], f"{line['split']}/loss", line["loss"]) for line in logged}
+    assert len(expected) > 8 and expected <= points
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
