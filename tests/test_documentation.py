@@ -259,6 +259,7 @@ OTHERS = {
     "MLFLOW_TRACKING_URI",
     "set_transform",
     "default_rng",
+    "define_metric",
     "pipeline",
     "set_random_state",
     "set_random_seed",
