@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         project = copy_template(folder / "project")
-        variables = {"MAX_RESTARTS": "3", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": name}
+        variables = {"MAX_RESTARTS": "3", "TMPDIR": name}
 
         def command(output: str, *launch: Any) -> list[Any]:
             return ["bash", project / "launch_node.sh", *launch, "--", *OPTIONS, "--output-dir", folder / output]

@@ -391,7 +391,7 @@ def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> No
     do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=1150)"
     launcher = alone(project, do, "--nproc-per-node=2", "--max-restarts=1")
     assert launcher.wait() == 0, launcher.output()
-    again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 3 s"
+    again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 1 s"
     assert again in launcher.output().splitlines()
     assert_nothing_left(project)
 
@@ -416,8 +416,8 @@ def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
     assert launcher.wait() == 8
     told = [line for line in launcher.output().splitlines() if "starting again" in line]
     assert [line.partition("from step ")[2] for line in told] == [
-        "1, restart 1 of 1, in 3 s",
-        "2, restart 1 of 1, in 3 s",
+        "1, restart 1 of 1, in 1 s",
+        "2, restart 1 of 1, in 1 s",
     ]
 
 

@@ -42,7 +42,7 @@ from ddp.launcher.rendezvous import Endpoint, join_nodes, node_names, node_range
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
-FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 3, 60
+FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 1, 60
 DEFAULT_RESTARTS = 3  # on several machines
 HELP = """\
 Train on all GPUs of this machine, or with one process if it has none.
