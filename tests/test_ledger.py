@@ -35,7 +35,7 @@ def sleep_and_kill(at: int | None, seconds: float, each: Run) -> None:
 def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "STATUS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(run, "HEARTBEAT_S", 0.0)
     options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 16, "--checkpoint-every", 4]
     options += ["--output-dir", tmp_path]
     began = time.time()

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 import data
 import images
 import main
+from ddp.distributed.process_group import DistContext
 from ddp.training import rank_speeds
 from ddp.training.rank_speeds import RankSpeeds
 from faults import fault
-from processes import start
+from processes import on_ranks, start
 
 HOST = platform.node()
 
@@ -124,3 +125,19 @@ def test_a_rank_that_is_slow_is_named_with_its_host_and_the_cause(
     assert not slow or re.match(warning, found[0]), found
     measured = [line for line in lines(tmp_path, "train") if "rank_ms_slowest" in line]
     assert measured and all(line["rank_ms_slowest"] >= line["rank_ms_median"] for line in measured)
+
+
+def test_an_evaluation_and_a_stop_in_it_do_not_count_as_steps() -> None:
+    def target(ctx: DistContext) -> tuple[bool, bool, bool]:
+        ctx.stop_sync.maybe_sync()  # of an evaluation
+        before = ctx.stop_sync.trained_s
+        ctx.stop_sync.restart(training=True)
+        ctx.stop_sync.maybe_sync()
+        speeds = RankSpeeds(ctx)
+        speeds.next_at = 0.0
+        speeds.share(0, 0.0)  # no step was taken
+        silent = not speeds.figures
+        speeds.share(1, 0.0)
+        return before == 0.0 < ctx.stop_sync.trained_s, silent, bool(speeds.figures) == (ctx.rank == 0)
+
+    assert on_ranks(2, target) == [(True, True, True)] * 2

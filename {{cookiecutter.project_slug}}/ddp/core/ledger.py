@@ -72,7 +72,7 @@ class Ledger:
             return ""
         lost = time.strftime("%H:%M:%S", time.localtime(self.lost_at))
         noticed = f"noticed after {max(0.0, self.noticed_at - self.lost_at):.1f} s, " if self.noticed_at else ""
-        again = f"{plural(self.lost_steps, 'step')} or a few more computed again"  # status.json is up to a second old
+        again = f"{plural(self.lost_steps, 'step')} or a few more computed again"  # status.json may be 5 s old
         return f"recovered: lost at {lost}, {noticed}training again after {self.now() - self.lost_at:.1f} s; {again}"
 
     def __str__(self) -> str:

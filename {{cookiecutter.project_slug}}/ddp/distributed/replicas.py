@@ -37,6 +37,9 @@ def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may hold another part on each rank
+
+
 def replicated(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What DDP keeps equal on all ranks: the weights of the modules in `parts`, and the states of the optimizers."""
     modules = {key: getattr(part, "module", part) for key, part in parts.items()}  # ModelEma has one
@@ -50,7 +53,7 @@ def replicated(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             for number, (weight, state) in enumerate(part.state.items()):
                 of = names.get(weight, str(number))
                 tensors |= {f"{key}: {name} of {of}": each for name, each in state.items() if torch.is_tensor(each)}
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
 
 
 def check_replicas(parts: Mapping[str, Any], ctx: DistContext) -> None:

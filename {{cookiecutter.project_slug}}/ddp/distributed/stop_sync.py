@@ -39,11 +39,12 @@ class StopSync:
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
-        self.trained_s = 0.0  # in all steps so far; the same on all ranks, as is step_s
+        self.trained_s = 0.0  # in all steps of the training so far; the same on all ranks, as is step_s
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, *, training: bool = False) -> None:
         """Another loop begins: sync after its first step, since nothing is known about their duration."""
+        self.training = training
         self.steps_left = self.interval = 1
         self.since = time.perf_counter()
         self.mark = self.streams.mark()
@@ -63,7 +64,7 @@ class StopSync:
         everyone = torch.tensor(ours, dtype=torch.double)
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
         reason, failed, self.step_s, most, fewest = everyone.tolist()
-        self.trained_s += self.step_s * self.interval
+        self.trained_s += self.step_s * self.interval * self.training
         if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])

@@ -33,7 +33,8 @@ class RankSpeeds:
 
     def share(self, step: int, data_s: float) -> None:
         """Once the time has come, compare the ranks; rank 0 prints what has changed. Call on every rank."""
-        if self.ctx.world_size == 1 or self.ctx.stop_sync.trained_s < self.next_at:
+        no_step = step == self.measured[0]  # a run that stops in an evaluation
+        if self.ctx.world_size == 1 or self.ctx.stop_sync.trained_s < self.next_at or no_step:
             return
         before = self.measured
         self.start(step, data_s)

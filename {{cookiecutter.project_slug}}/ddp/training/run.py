@@ -28,7 +28,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.guard import twice
-from ddp.training.run_log import STATUS_INTERVAL_S, RunLog, format_metrics
+from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.sharding import build_in_turn, check_optimizers
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
@@ -114,7 +114,7 @@ class Run:
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
         self.log.speeds.share(self.state.step, self.train_loader.wait_s)
-        self.log.write_status(max_age_s=STATUS_INTERVAL_S)  # a killed run leaves its last sign of life
+        self.log.write_status(max_age_s=HEARTBEAT_S)  # a killed run leaves its last sign of life
         if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
         if decision is None or decision.reason is None:
@@ -170,7 +170,7 @@ class Run:
             raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         self.log.start_epoch()
         self.log.enter("productive")
-        self.ctx.stop_sync.restart()
+        self.ctx.stop_sync.restart(training=True)
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
             seed_step(self.config.seed, state.step, self.ctx.rank)

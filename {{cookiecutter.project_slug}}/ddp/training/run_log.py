@@ -28,7 +28,7 @@ from ddp.training.rank_speeds import RankSpeeds
 from ddp.training.wrapping import model_name
 
 log = logging.getLogger(__name__)
-STATUS_INTERVAL_S = 1.0
+STATUS_INTERVAL_S, HEARTBEAT_S = 1.0, 5.0  # for status.json: with a line of metrics, and without
 FIRST_STEP, LAST_STEP = 10, 15  # of --profile, from the start or resume on: after the warm-up of caches and compilers
 
 
