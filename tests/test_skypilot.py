@@ -35,7 +35,14 @@ except jsonschema.ValidationError:
 @pytest.mark.slow
 def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     shutil.copytree(TEMPLATE / "launch", tmp_path / "launch")
-    command = [str(Path(sys.executable).with_name("uv")), "run", "--no-project", "--quiet", "--with", "skypilot>=0.11"]
+    command = [
+        str(Path(sys.executable).with_name("uv")),
+        "run",
+        "--no-project",
+        "--quiet",
+        "--with",
+        "skypilot>=0.11.2",
+    ]
     environment = {
         **os.environ,
         "HOME": str(tmp_path),

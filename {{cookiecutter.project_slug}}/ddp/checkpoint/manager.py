@@ -158,7 +158,8 @@ class CheckpointManager:
         if content:
             self._load(content)
         own = content and Path(content["path"]).parent == self.directory.path
-        if own or (status.get("step") and not content):  # not that of another run
+        lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save
+        if own or lost:
             self.ledger.resume(content.get("time", {}), content.get("step", 0), status)
         return content.get("path")
 

@@ -1,13 +1,15 @@
 """Where the time of a run went, over all its restarts; and what a restart and a save cost."""
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ddp.core.errors import plural
+from ddp.core.errors import ExitCode, plural
 
 PARTS = ("productive", "data", "saving", "evaluation", "start-up", "repeated", "down")
+CLOCK_ERROR_S = 60.0  # between two machines
 NOTICED_VARIABLE = "DDP_NOTICED_AT"  # launch_node.sh sets it at a restart: when it noticed that a process was lost
 
 
@@ -21,7 +23,9 @@ class Ledger:
     def __init__(self) -> None:
         import psutil  # slow, and not needed to check a command line
 
-        self.first_start = self.since = self.stepped_at = psutil.Process().create_time()
+        alone = hasattr(sys.modules["__main__"], "__file__")  # and not in a notebook, which may be hours old
+        started = psutil.Process().create_time() if alone else time.time()
+        self.first_start = self.since = self.stepped_at = started
         self.offset = time.time() - time.perf_counter()  # the clock of the machine may be set while the run lasts
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `enter`
@@ -49,11 +53,11 @@ class Ledger:
     def resume(self, saved: Mapping[str, Any], step: int, status: Mapping[str, Any]) -> None:
         """Continue the record in the checkpoint of `step`, and the later one in status.json. Either may be empty."""
         later = status.get("time") or saved
-        if saved and later["since"] != saved["since"]:  # of another run
-            later = saved
+        if saved and (later["since"] != saved["since"] or later["until"] < saved["until"] - CLOCK_ERROR_S):
+            later = saved  # status.json is of another run, or was left behind when the run moved
         if not later:
             return
-        if later is not saved and status["state"] in ("running", "failed"):
+        if later is not saved and (status["state"] == "running" or status["exit_code"] == ExitCode.PEER_LOST):
             self.lost_at, self.lost_steps = later["stepped"], max(0, status["step"] - step)
             noticed = [float(os.environ.get(NOTICED_VARIABLE, 0)), later["until"] * (status["state"] == "failed")]
             self.noticed_at = min(filter(None, noticed), default=0.0)

@@ -6,7 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ class Work:
 
     forward: Stopwatch  # of the forward passes
     models: int = 0  # that were wrapped
+    hooks: list[Any] = field(default_factory=list)  # that measure them
     flops_per_sample: float | None = None  # of the forward and backward pass; None if it is not known
 
 

@@ -13,8 +13,9 @@ import torch
 
 from ddp.core.errors import Diverged, first_few
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.tensors import named_leaves
 
-CAUSE = "a processor or memory is faulty there, or your code changes one rank alone: repeat without that machine"
+CAUSE = "a processor or memory is faulty: repeat without that machine. If your code makes ranks differ: --guard 0"
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,9 +43,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may hold another part o
 
 def replicated(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What DDP keeps equal on all ranks: the weights of the modules in `parts`, and the states of the optimizers."""
-    modules = {key: getattr(part, "module", part) for key, part in parts.items()}  # ModelEma has one
     tensors: dict[str, torch.Tensor] = {}
-    for key, module in modules.items():
+    for key, part in parts.items():
+        module = part if isinstance(part, torch.nn.Module) else getattr(part, "module", None)  # ModelEma has one
         if isinstance(module, torch.nn.Module):
             tensors |= {f"{key}: {name}": weight for name, weight in module.named_parameters()}
     names = {weight: name for name, weight in tensors.items()}
@@ -53,6 +54,9 @@ def replicated(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             for number, (weight, state) in enumerate(part.state.items()):
                 of = names.get(weight, str(number))
                 tensors |= {f"{key}: {name} of {of}": each for name, each in state.items() if torch.is_tensor(each)}
+            if not part.state:  # it consists of others
+                states = {f"{key}: {keys}": each for keys, each in named_leaves(part.state_dict())}
+                tensors |= {name: each for name, each in states.items() if torch.is_tensor(each)}
     return {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
 
 

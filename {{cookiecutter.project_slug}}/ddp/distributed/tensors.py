@@ -87,14 +87,21 @@ class CudaStopwatch(Stopwatch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.started: torch.cuda.Event | None = None
         self.events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
-        self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        self.events[-1][0].record()
+        self.started = None
+        if not torch.cuda.is_current_stream_capturing():
+            self.started = torch.cuda.Event(enable_timing=True)
+            self.started.record()
 
     def stop(self) -> None:
+        if self.started is None:
+            return
+        self.events.append((self.started, torch.cuda.Event(enable_timing=True)))
         self.events[-1][1].record()
+        self.started = None
         while self.events and self.events[0][1].query():
             start, end = self.events.popleft()
             self.total_s += start.elapsed_time(end) / 1000

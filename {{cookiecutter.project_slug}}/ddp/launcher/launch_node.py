@@ -191,7 +191,7 @@ class NodeAgent(SignalHandler):
             self.on_first()  # a signal that has arrived earlier
             time.sleep(pause)
             if options.max_nodes > 1:
-                elastic = options.min_nodes < options.max_nodes
+                elastic = options.min_nodes < options.max_nodes and not options.check
                 endpoint = Endpoint(options.master_addr, options.master_port, grace, pause > 0, elastic)
                 self.nodes = join_nodes(self.info, endpoint, self.nodes)
             elif options.check:

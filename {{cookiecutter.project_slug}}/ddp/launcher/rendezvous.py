@@ -113,14 +113,15 @@ def _register(info: NodeInfo, endpoint: Endpoint) -> list[int]:
     """Ask node 0 until it responds."""
     me, there = f"node {info.node_rank} ({info.host})", f"node 0 at {endpoint}"
     start, grace, announced, foreign_since = time.monotonic(), endpoint.grace, False, math.inf
-    deadline = start + grace
+    deadline, was_silent = start + grace, False
     while True:
         try:
             return _request_start(info, endpoint)
         except (OSError, ValueError) as error:
             now, why = time.monotonic(), _reason(error)
             if endpoint.elastic and isinstance(error, PortIsSilent):
-                deadline, why = now + grace, f"{why}: if a run is in progress there, this node joins when that restarts"
+                was_silent, deadline = True, now + grace
+                why = f"{why}: if a run is in progress there, this node joins when that restarts"
             foreign_since = min(foreign_since, now) if isinstance(error, ValueError) else math.inf
             unreachable = getattr(error, "errno", None) == errno.ENETUNREACH
         if unreachable and not endpoint.restart:
@@ -128,6 +129,8 @@ def _register(info: NodeInfo, endpoint: Endpoint) -> list[int]:
         if now - foreign_since > FOREIGN_PROGRAM_GRACE_S and not endpoint.restart:
             remedy = "end that program, or choose another --master-port for all nodes"
             raise SetupError(f"{me} finds another program than {there}: {remedy}")
+        if now > deadline and was_silent:
+            raise SetupError(f"the run at {endpoint} has ended without {me}")
         if now > deadline:
             hint = "check that launch_node.sh runs there with this --master-port, and that no firewall blocks the port"
             raise endpoint.timeout_error(f"{me} got no answer from {there} within {grace:g} s ({why}): {hint}")

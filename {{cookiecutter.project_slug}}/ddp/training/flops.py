@@ -3,13 +3,16 @@
 Chowdhery et al., PaLM, 2022, https://arxiv.org/abs/2204.02311, appendix B.
 """
 
+import re
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
 
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.seeds import keep_random_state
 from ddp.distributed.tensors import leaves, map_tensors
 
 # Dense bf16 products per second, of fp16 where a GPU has no bf16, by a part of its name: the vendor's data sheets.
@@ -24,42 +27,50 @@ PASSES = 3  # the backward pass takes twice the FLOPs of the forward pass
 def peak_flops(device: torch.device) -> float | None:
     """The FLOP/s of a GPU; None if it is not known, and for a CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return (
+        None if "MIG" in name else next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
+    )
 
 
-def count_flops(wrapped: Any, model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> None:
+def count_flops(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> None:
     """Learn how many FLOPs a sample takes: from model.py, or else from the first batch, on rank 0."""
     ctx.work.models += 1
     if hasattr(task, "flops_per_sample"):
         ctx.work.flops_per_sample = float(task.flops_per_sample(model))
-    elif ctx.rank == 0 and peak_flops(ctx.device) and not (config.shard or config.compile):
+    elif ctx.rank == 0 and peak_flops(ctx.device) and not (config.shard or config.compile or config.sync_bn):
 
         def count(_: Any, arguments: Any, keywords: Any, outputs: Any) -> None:
             hook.remove()
             with suppress(Exception):  # what computes with values, and not with shapes alone
                 ctx.work.flops_per_sample = PASSES * flops_of(model, arguments, keywords)
 
-        hook = wrapped.register_forward_hook(count, with_kwargs=True)
+        hook = model.register_forward_hook(count, with_kwargs=True)
 
 
 def flops_of(model: torch.nn.Module, arguments: Any, keywords: Any) -> float:
-    """The FLOPs of a forward pass, per sample. Computes shapes alone: no weights, buffers or random numbers change."""
-    from torch.func import functional_call
+    """The FLOPs of a forward pass, per sample: of a copy of `model` that computes shapes alone, and changes nothing."""
     from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
-    def shapes(tree: Any) -> Any:
-        return map_tensors(tree, lambda tensor: tensor.detach().to("meta"))
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        shape = tensor.detach().to("meta")
+        return torch.nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else shape
 
     batch = next(part for part in leaves([arguments, keywords]) if isinstance(part, torch.Tensor))
-    state: dict[str, Any] = shapes({**dict(model.named_parameters()), **dict(model.named_buffers())})
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        functional_call(model, state, shapes(arguments), shapes(keywords))
+    inputs, named = map_tensors([arguments, keywords], shape_of)
+    shapes: dict[int, Any] = {id(tensor): shape_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    twin = deepcopy(model, shapes)
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            hooks.clear()
+    with keep_random_state(), torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        twin(*inputs, **named)
     return counter.get_total_flops() / len(batch)
 
 
 def rates(ctx: DistContext, samples_per_s: float, tokens: Any, seconds: float) -> dict[str, float]:
     """tokens_per_s and mfu, as far as they are known. tokens: of all ranks in `seconds`; None if nobody counts them."""
-    found = {} if tokens is None else {"tokens_per_s": round(float(tokens) / seconds, 1)}
+    known = isinstance(tokens, int | float) or (isinstance(tokens, torch.Tensor) and tokens.numel() == 1)
+    found = {"tokens_per_s": round(float(tokens) / seconds, 1)} if known else {}
     flops, peak = ctx.work.flops_per_sample, peak_flops(ctx.device)
     if flops and peak and ctx.work.models == 1:
         found["mfu"] = round(samples_per_s * flops / (ctx.world_size * peak), 4)

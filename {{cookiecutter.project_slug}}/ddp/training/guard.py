@@ -12,7 +12,7 @@ from ddp.checkpoint.state import TrainState
 from ddp.core.errors import Diverged, UsageError
 from ddp.distributed.replicas import bit_sum, bit_sums, rank_hosts
 from ddp.distributed.seeds import seed_step
-from ddp.distributed.tensors import named_leaves
+from ddp.distributed.tensors import leaves, named_leaves
 from ddp.training.meter import Meter
 
 ComputeGradients = Callable[..., bool]
@@ -31,8 +31,10 @@ def twice(compute_gradients: ComputeGradients, state: TrainState) -> ComputeGrad
             return compute_gradients(ddp_model, training, batches, config, ctx)
         batches = list(batches)
         alone = getattr(ddp_model, "no_sync", nullcontext)  # the first time, without an all-reduce
-        with _unchanged(training), alone(), _sums_of_gradients(training) as first:
+        sends_buffers = getattr(ddp_model, "require_forward_param_sync", True)  # no_sync changes it
+        with _unchanged(training, batches), alone(), _sums_of_gradients(training) as first:
             compute_gradients(ddp_model, replace(training, meter=Meter(ctx)), iter(batches), config, ctx)
+        ddp_model.require_forward_param_sync = sends_buffers
         seed_step(config.seed, state.step, ctx.rank)
         with _sums_of_gradients(training) as second:
             has_gradients = compute_gradients(ddp_model, training, iter(batches), config, ctx)
@@ -59,9 +61,9 @@ def _sums_of_gradients(training: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @contextmanager
-def _unchanged(training: Any) -> Iterator[None]:
+def _unchanged(training: Any, batches: Any) -> Iterator[None]:
     """Undo what the block does to gradients and buffers. Raises UsageError if it changes anything else."""
-    modules, before = _modules(training), _saved(training)
+    modules, before = _modules(training), _saved(training, batches)
     gradients = {weight: weight.grad for module in modules for weight in module.parameters()}
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     for weight in gradients:
@@ -71,7 +73,7 @@ def _unchanged(training: Any) -> Iterator[None]:
         weight.grad = gradient
     for buffer, content in buffers.items():
         buffer.copy_(content)
-    after = _saved(training)
+    after = _saved(training, batches)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         remedy = "change it after compute_gradients, in apply_gradients for example"
         raise UsageError(f"--guard computes the gradients twice, and each time {changed[0]} changes: {remedy}")
@@ -86,9 +88,10 @@ def _modules(training: Any) -> list[torch.nn.Module]:
     return [part for part in _parts(training).values() if isinstance(part, torch.nn.Module)]
 
 
-def _saved(training: Any) -> dict[str, Any]:
-    """What a checkpoint holds, but for the meter: texts of values, and sums of the bits of tensors."""
+def _saved(training: Any, batches: Any) -> dict[str, Any]:
+    """What a checkpoint holds, but for the meter; and the batches. Texts of values, and sums of the bits of tensors."""
     states = {name: part.state_dict() for name, part in _parts(training).items() if name != "meter"}
+    states["a batch"] = dict(enumerate(leaves(batches)))
     found = {": ".join(map(str, keys)): value for keys, value in named_leaves(states)}
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     return {name: repr(value) for name, value in found.items() if name not in tensors} | bit_sums(tensors)
@@ -102,5 +105,7 @@ def _compare(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], ct
     wrong = [rank for rank, names in enumerate(found) if names]
     who = rank_hosts(wrong, ctx.gather(platform.node()))
     cause = "its processor or memory is faulty: repeat without that machine"
+    if len(wrong) == ctx.world_size:
+        cause = "its processor or memory is faulty, or the model keeps something outside of its state_dict()"
     weight = found[wrong[0]][0]
     raise Diverged(f"{who} computed two different gradients of {weight} from the same weights and batch: {cause}")

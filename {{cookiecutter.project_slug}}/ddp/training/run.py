@@ -224,6 +224,8 @@ class Run:
 
     def last_evaluations(self, val_loader: EvalLoader, test_loader: EvalLoader) -> Iterator[EvalLoader]:
         """What to evaluate in the end: the test set, by the weights of best.pt; with --evaluate, both sets."""
+        for hook in self.ctx.work.hooks:  # a model with hooks cannot be exported
+            hook.remove()
         if self.config.evaluate:
             yield val_loader
         elif test_loader.length:
@@ -271,6 +273,7 @@ class Run:
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
         self.ctx.monitor.add_saved_step(error)
         if self.log.metrics is not None:
+            self.checkpoints.record_time()
             log.info(f"  time          {self.log.ledger}")
         with suppress(Exception):  # a full disk, for example, must not hide the first error
             self.log.write_status(exit_code_of(error), one_line(error))

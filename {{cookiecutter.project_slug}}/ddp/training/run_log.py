@@ -175,7 +175,8 @@ class RunLog:
         state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
         before, self.logged_moment = self.logged_moment, self._moment()
         rates = before.rates(self.logged_moment, self.loader.global_batch)
-        rates |= more_rates(self.ctx, rates["samples_per_s"], tokens, self.logged_moment.clock - before.clock)
+        ours = tokens if first > self.first_step else None  # they may be those of steps before a resume
+        rates |= more_rates(self.ctx, rates["samples_per_s"], ours, self.logged_moment.clock - before.clock)
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
             about |= self.speeds.figures

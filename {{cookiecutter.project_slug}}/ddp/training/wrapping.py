@@ -86,9 +86,9 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _broadcast_buffers_that_are_read(wrapped, model, ctx)
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
-    if not config.shard:  # there, a forward pass waits for other ranks
-        _time_forward(wrapped if config.compile else model, ctx)
-    count_flops(wrapped, model, config, ctx, task)
+    if not (config.shard or config.sync_bn or config.compile):  # there, a forward pass waits for other ranks
+        _time_forward(model, ctx)
+    count_flops(model, config, ctx, task)
     return wrapped
 
 
@@ -139,8 +139,10 @@ def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx
 def _time_forward(model: torch.nn.Module, ctx: DistContext) -> None:
     """Measure how long the forward passes of training take on this rank alone: see ddp/training/rank_speeds.py."""
     clock = ctx.work.forward
-    model.register_forward_pre_hook(lambda *_: clock.start() if torch.is_grad_enabled() else None)
-    model.register_forward_hook(lambda *_: clock.stop() if torch.is_grad_enabled() else None)
+    ctx.work.hooks += [
+        model.register_forward_pre_hook(lambda *_: clock.start() if torch.is_grad_enabled() else None),
+        model.register_forward_hook(lambda *_: clock.stop() if torch.is_grad_enabled() else None),
+    ]
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
