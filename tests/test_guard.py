@@ -108,6 +108,35 @@ def test_computing_the_gradients_twice_changes_nothing(
     assert states[0]["meter"] == states[1]["meter"]
 
 
+class Remembering(nn.Linear):
+    """Reads a buffer that DDP sends from rank 0 before each pass, and that each rank changes in it."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("last", torch.zeros(10))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs.flatten(1)) * (1 + self.last)
+        if self.training:
+            self.last = 0.1 * outputs.detach().mean(0)
+        return outputs
+
+
+def test_buffers_of_rank_0_reach_the_others_in_the_second_pass_as_well(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main.task, "build_model", lambda *_: Remembering(3072, 10))
+    for name, guard in (("plain", 0), ("guarded", 2)):
+        train(2, *OPTIONS, tmp_path / name, "--deterministic", "--guard", guard)
+    plain, guarded = (torch.load(newest(tmp_path / name), weights_only=True) for name in ("plain", "guarded"))
+    assert all(torch.equal(value, guarded["model"][name]) for name, value in plain["model"].items())
+
+
+class InPlace(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.mul_(2).flatten(1))
+
+
 class Counting(nn.Linear):
     """Counts its forward passes, in a state that is saved."""
 
@@ -131,9 +160,10 @@ def test_what_a_second_computation_would_change_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(Run, "guarded", lambda run, compute: compute)
         assert "--guard: main.py does not call run.guarded(compute_gradients)" in train(1, *options, code=2)
-    monkeypatch.setattr(main.task, "build_model", lambda *_: Counting(3072, 10))
-    output = train(1, *options, code=2)
-    assert "--guard computes the gradients twice, and each time model: _extra_state changes: " in output
+    for model, what in ((Counting, "model: _extra_state"), (InPlace, "a batch: 0")):
+        monkeypatch.setattr(main.task, "build_model", lambda *_, model=model: model(3072, 10))
+        output = train(1, *options, code=2)
+        assert f"--guard computes the gradients twice, and each time {what} changes: " in output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool])

@@ -212,7 +212,7 @@ class Uses(nn.Module):  # one weight per sample, from which each use of the samp
         self.uses = nn.Parameter(torch.zeros(2400, 2))
 
     def forward(self, numbers):
-        time.sleep(0.06)
+        time.sleep(0.5 if os.path.exists(__file__ + ".slow") else 0.03)
         return self.uses[numbers]
 
 def build_model(config, train_set): return Uses()
@@ -239,7 +239,7 @@ def test_two_of_three_machines_continue_without_the_third_which_joins_again_when
     """Each sample of an epoch is used once, which the weights count. With --scale-lr each use counts the same."""
     copy = shutil.copytree(project, tmp_path / "project")
     for name, code in (("model.py", COUNTED), ("data.py", NUMBERS)):
-        (copy / name).write_text(f"import time\n{(copy / name).read_text()}{code}")
+        (copy / name).write_text(f"import os\nimport time\n{(copy / name).read_text()}{code}")
     launcher = copy / "ddp" / "launcher" / "launch_node.py"
     launcher.write_text(launcher.read_text().replace("NOTICE_GRACE_S = 60.0", "NOTICE_GRACE_S = 2.0"))
     options = ["--epochs", 5, "--output-dir", tmp_path / "out", "--scale-lr", "--lr", 64, "--momentum", 0]
@@ -251,11 +251,13 @@ def test_two_of_three_machines_continue_without_the_third_which_joins_again_when
         three[1].link("down")
         three[1].kill()
         printed = nodes[0].until("step  60/", 90)
+        (copy / "model.py.slow").touch()  # so that the run lasts until the machine is back
         three[1].link("up")
         nodes[1] = start(three[1], 1, copy, *options, **variables)
         nodes[1].until("if a run is in progress there, this node joins when that restarts")
         assert nodes[0].process.poll() is None
         worker = next(pid for pid in three[2].running() if b"\0LOCAL_RANK=0" in environment(pid))
+        (copy / "model.py.slow").unlink()
         os.kill(worker, signal.SIGKILL)
         assert_done(three, nodes)
     line = "node 0: node 1 did not join within 10 s: training with 2 of 3 nodes; a node that comes back joins at the"

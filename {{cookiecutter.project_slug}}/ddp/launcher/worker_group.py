@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp.core.errors import ExitCode, QuitImmediately, print_line
@@ -52,7 +52,7 @@ class RunResult:
     restartable: bool = False
     reported: bool = True  # whether a worker or torchrun has printed the reason
     saved_step: int = -1  # of the last checkpoint; -1 if no worker has recorded one
-    noticed_at: float = 0.0  # when the first worker had ended, in seconds since 1970
+    noticed_at: float = field(default=0.0, compare=False)  # when the first worker had ended, in seconds since 1970
 
 
 class WorkerProcesses:
@@ -113,6 +113,7 @@ class WorkerGroup(WorkerProcesses):
     """torchrun and its workers. None of them is left after `close`."""
 
     failure = "torchrun"
+    noticed_at = 0.0  # as in RunResult
 
     def __init__(
         self, nproc: int, nodes: list[str], words: list[str], timeout: float, variables: dict[str, str]
@@ -124,7 +125,6 @@ class WorkerGroup(WorkerProcesses):
         self.nproc, self.kill_after_s = nproc, timeout
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
         self.idle_since = math.inf  # when the workers exited, and torchrun did not
-        self.noticed_at = 0.0  # as in RunResult
         workers = [f"--nproc-per-node={nproc}", "--max-restarts=0", f"--log-dir={self.folder}"]
         main = str(PROJECT_DIR / "main.py")
         # Without settings of other launchers, which would apply to torchrun as well.

@@ -75,7 +75,7 @@ def _unchanged(training: Any, batches: Any) -> Iterator[None]:
         buffer.copy_(content)
     after = _saved(training, batches)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
-        remedy = "change it after compute_gradients, in apply_gradients for example"
+        remedy = "change a copy, or change it after compute_gradients, as in apply_gradients"
         raise UsageError(f"--guard computes the gradients twice, and each time {changed[0]} changes: {remedy}")
 
 
