@@ -166,7 +166,8 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
                 assert about(resumed.metrics, resumed.step) == about(whole, resumed.step)
                 found.setdefault(resumed, files)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
-    assert all(is_read(path) for path in read if path.is_file()), read
+    # status.json tells how much time was lost, and decides nothing.
+    assert all(is_read(path) for path in read if path.is_file() and path.name != "status.json"), read
     print(f"{len(seen):,} states after a power failure; {len(found)} ways to resume")
     assert len(seen) > 1000 and {resumed.step for resumed in found} >= {0, *range(2, 21, 2)}
     for files in found.values():
