@@ -79,6 +79,7 @@ def test_the_first_run_writes_the_files_that_the_readme_names(first_run: Path) -
     ]
     status = json.loads((first_run / "status.json").read_text())
     assert status.pop("pid") > 0 and status.pop("host")
+    assert status.pop("time")["seconds"]["productive"] > 0 and status.pop("saving")["saves"] == 3
     progress = {"step": 234, "epoch": 3, "saved": 234, "remaining_s": None}
     assert status == {"state": "done", "exit_code": 0, **progress, "message": ""}
     config = json.loads((first_run / "config.json").read_text())

@@ -7,8 +7,8 @@ If power fails during a save, no file is partial. The new step_N.pt is complete 
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
 without the new one: old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of
 metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the lines after its checkpoint, and
-syncs the file again. status.json and config.json are not synced: they may be old or empty, and resuming does not read
-them.
+syncs the file again. status.json and config.json are not synced: they may be old or empty, and decide nothing: a
+resumed run only reads from status.json how much time was lost.
 """
 
 import hashlib
