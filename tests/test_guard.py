@@ -114,11 +114,13 @@ class Remembering(nn.Linear):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
         self.register_buffer("last", torch.zeros(10))
+        self.register_buffer("other", torch.zeros(2))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = super().forward(inputs.flatten(1)) * (1 + self.last)
+        outputs = super().forward(inputs.flatten(1)) * (1 + self.last.clone())
         if self.training:
-            self.last = 0.1 * outputs.detach().mean(0)
+            self.last.copy_(0.1 * outputs.detach().mean(0))
+            self.other = torch.full((2,), self.other[0] + 1)
         return outputs
 
 

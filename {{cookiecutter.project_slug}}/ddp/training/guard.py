@@ -65,14 +65,18 @@ def _unchanged(training: Any, batches: Any) -> Iterator[None]:
     """Undo what the block does to gradients and buffers. Raises UsageError if it changes anything else."""
     modules, before = _modules(training), _saved(training, batches)
     gradients = {weight: weight.grad for module in modules for weight in module.parameters()}
-    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    owners = [part for module in modules for part in module.modules()]
+    buffers = [(part._buffers, key, part._buffers[key]) for part in owners for key in part._buffers]
+    contents = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
     for weight in gradients:
         weight.grad = None
     yield
     for weight, gradient in gradients.items():
         weight.grad = gradient
-    for buffer, content in buffers.items():
-        buffer.copy_(content)
+    for (owner, key, buffer), content in zip(buffers, contents, strict=True):
+        owner[key] = buffer  # the block may have put another tensor in its place
+        if buffer is not None:
+            buffer.copy_(content)
     after = _saved(training, batches)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         remedy = "change a copy, or change it after compute_gradients, as in apply_gradients"
