@@ -75,7 +75,7 @@ def _unchanged(training: Any, batches: Any) -> Iterator[None]:
         weight.grad = gradient
     for (owner, key, buffer), content in zip(buffers, contents, strict=True):
         owner[key] = buffer  # the block may have put another tensor in its place
-        if buffer is not None:
+        if buffer is not None and content is not None:
             buffer.copy_(content)
     after = _saved(training, batches)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
