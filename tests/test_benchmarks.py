@@ -15,6 +15,8 @@ import psutil
 import pytest
 from matplotlib.image import imread
 
+import machines
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TEMPLATE = BENCHMARKS.parent / "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(BENCHMARKS))
@@ -217,3 +219,13 @@ def test_an_outside_judge_lets_the_project_pass(tmp_path: Path) -> None:
     assert crash_judge.report("made up", tmp_path) == 1, "work was lost"
     (work / "result.json").write_text(json.dumps({"point": [2, "torn"], "outcome": outcome}))
     assert crash_judge.report("made up", tmp_path) == 1, "no point passed"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_recovery_measures_each_kind_of_loss() -> None:
+    machines.require()
+    output = run("recovery.py", "--quick")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines()[2:]]
+    kinds = ["one of two processes", "torchrun on one of two machines", "one of two machines"]
+    assert [re.split(r"[,(]", row[0])[0].strip() for row in rows] == kinds, output
+    assert all(0 < float(row[2].split()[0]) < 300 for row in rows), output

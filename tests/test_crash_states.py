@@ -27,6 +27,8 @@ from crash_runs import WAYS, options
 from crash_states import Disk, Files, operations, record
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.storage import CheckpointDirectory
+from ddp.core.files import read_status
+from ddp.core.ledger import Ledger
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.run import Run
 from faults import fault
@@ -82,6 +84,11 @@ def is_read(path: Path) -> bool:
     return path.suffix == ".pt" or path.name == "metrics.jsonl"
 
 
+def is_status(path: Path) -> bool:
+    """Whether a resume reads this file for the time that was lost. It takes all its states while no other file does."""
+    return path.name == "status.json"
+
+
 def write(files: Files, output: Path, folder: Path) -> None:
     """Lay out `files`, which are paths in `output`, in `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -97,6 +104,9 @@ def resume(config: Config) -> Resumed:
     output_dir = OutputDir(config)
     output_dir.open()
     content = CheckpointDirectory(config).find()
+    ledger = Ledger()
+    ledger.resume(content.get("time", {}), content.get("step", 0), read_status(output_dir.path))
+    assert all(seconds >= 0 for seconds in ledger.seconds.values())
     MetricLogger(config, content.get("step", 0), []).close()
     output_dir.lock.close()
     assert not list(output_dir.path.rglob("*.tmp"))
@@ -151,7 +161,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
             disk.apply(done)
             if done.call == "open" and "O_RDONLY" in done.arguments and disk.file(done.path) is not None:
                 read.add(done.path)
-            kinds = (disk.states(is_read), disk.journal_states(is_read))
+            kinds = (disk.states(is_read), disk.journal_states(is_read), disk.states(is_status))
             for files in (files for states in kinds for files in states):
                 key = (promised, frozenset((path, content) for path, content in files.items()))
                 if key in seen:
@@ -166,8 +176,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
                 assert about(resumed.metrics, resumed.step) == about(whole, resumed.step)
                 found.setdefault(resumed, files)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
-    # status.json tells how much time was lost, and decides nothing.
-    assert all(is_read(path) for path in read if path.is_file() and path.name != "status.json"), read
+    assert all(is_read(path) or is_status(path) for path in read if path.is_file()), read
     print(f"{len(seen):,} states after a power failure; {len(found)} ways to resume")
     assert len(seen) > 1000 and {resumed.step for resumed in found} >= {0, *range(2, 21, 2)}
     for files in found.values():

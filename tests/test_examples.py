@@ -351,10 +351,6 @@ def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(t
 
     ours, theirs = without_the_step(EXAMPLES / "gan/main.py"), without_the_step(template / "main.py")
     theirs = theirs.replace(", watch_first_outputs", "").replace("LossMean, ", "")
-    # No --guard: the step of the discriminator is a part of compute_gradients, and changes weights.
-    theirs = re.sub(r"^ +compute = run.guarded.*\n", "", theirs, flags=re.MULTILINE).replace(
-        "if compute(", "if compute_gradients("
-    )
     assert ours == theirs and "run.advance()" in ours and "apply_gradients(training, config)" in ours
 
 

@@ -37,8 +37,8 @@ def said(*periods: list[list[float]], step_ms: float = 50.0) -> list[list[str]]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     rank_speeds.log.addHandler(handler)
     rank_speeds.log.setLevel("INFO")
-    speeds = RankSpeeds(SimpleNamespace(world_size=len(periods[0])))  # type: ignore[arg-type]
-    speeds.hosts = [f"gpu{rank}" for rank in range(len(periods[0]))]
+    hosts = [f"gpu{rank}" for rank in range(len(periods[0]))]
+    speeds = RankSpeeds(SimpleNamespace(world_size=len(hosts), hosts=hosts))  # type: ignore[arg-type]
     found = []
     for times in periods:
         speeds.compare(times, step_ms)

@@ -70,11 +70,12 @@ def main(config: Config, rank_env: RankEnv) -> None:
         run.resume(train_loader, training)
         run.log_summary(model, val_loader, test_loader)
         evaluated_model = model if ema is None else ema.module
+        compute = run.guarded(compute_gradients)  # with --guard N: twice in every N-th step, to compare them
 
         while not run.finished():  # --epochs, --max-steps or --patience; at once with --evaluate
             ddp_model.train()
             for batches in run.steps():  # seeds the step, and sets the learning rate
-                if compute_gradients(ddp_model, training, batches, config, ctx):
+                if compute(ddp_model, training, batches, config, ctx):
                     with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
                         apply_gradients(training, config)
                 run.advance()  # counts the step; logs and saves when due

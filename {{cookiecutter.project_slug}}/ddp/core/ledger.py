@@ -54,7 +54,7 @@ class Ledger:
         """Continue the record in the checkpoint of `step`, and the later one in status.json. Either may be empty."""
         later = status.get("time") or saved
         if saved and (later["since"] != saved["since"] or later["until"] < saved["until"] - CLOCK_ERROR_S):
-            later = saved  # status.json is of another run, or was left behind when the run moved
+            later = saved  # status.json is of another run, or from before the run moved
         if not later:
             return
         if later is not saved and (status["state"] == "running" or status["exit_code"] == ExitCode.PEER_LOST):
@@ -71,7 +71,7 @@ class Ledger:
         self.first_start = later["since"]
 
     def recovery(self) -> str:
-        """What the loss of a process has cost, once training goes on; empty if none was lost."""
+        """What the loss of a process has cost, once training continues; empty if none was lost."""
         if not self.lost_at:
             return ""
         lost = time.strftime("%H:%M:%S", time.localtime(self.lost_at))

@@ -64,6 +64,7 @@ class DistContext:
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
     on_failure: list[Callable[[BaseException], None]]
     work: Work
+    hosts: list[str]  # the name of each rank's machine
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run `action` on rank 0; its result, or its exception, reaches every rank. Call on every rank."""
@@ -178,8 +179,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
-        work = Work(streams.stopwatch())
-        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, work)
+        work, hosts = Work(streams.stopwatch()), [info.host for info in infos]
+        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, work, hosts)
         monitor.close()
         _destroy_group()
     except BaseException as error:

@@ -4,7 +4,6 @@ A flipped bit of a weight, or of the state of an optimizer, stays on its rank: n
 """
 
 import hashlib
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,14 +71,14 @@ def check_replicas(parts: Mapping[str, Any], ctx: DistContext) -> None:
     [(most, count), *others] = Counter(digests).most_common()
     if not others:
         return
-    everyone, hosts = ctx.gather(sums), ctx.gather(platform.node())
+    everyone = ctx.gather(sums)
     names = dict.fromkeys(name for each in everyone for name in each)
     first = next(name for name in names if len({each.get(name) for each in everyone}) > 1)
     wrong = [rank for rank, digest in enumerate(digests) if digest != most or 2 * count <= ctx.world_size]
-    who = rank_hosts(wrong, hosts) + (" differs from the others" if len(wrong) == 1 else " differ")
+    who = rank_hosts(wrong, ctx) + (" differs from the others" if len(wrong) == 1 else " differ")
     raise Diverged(f"the ranks no longer have the same weights: {who}, first in {first}: {CAUSE}")
 
 
-def rank_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`rank 3 (gpu2)`, or `rank 0 (gpu1), rank 3 (gpu2)`. hosts: the names of the machines, by rank."""
-    return first_few([f"rank {rank} ({hosts[rank]})" for rank in ranks]).replace(";", ",")
+def rank_hosts(ranks: Sequence[int], ctx: DistContext) -> str:
+    """`rank 3 (gpu2)`, or `rank 0 (gpu1), rank 3 (gpu2)`."""
+    return first_few([f"rank {rank} ({ctx.hosts[rank]})" for rank in ranks]).replace(";", ",")

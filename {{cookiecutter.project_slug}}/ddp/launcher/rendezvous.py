@@ -49,7 +49,7 @@ class Endpoint:
 
 
 class PortIsSilent(OSError):
-    """Something listens at the port, and says nothing: the store of a job that has not ended there, perhaps."""
+    """Something listens at the port and sends nothing: perhaps the store of a job that has not ended there."""
 
 
 def node_range(text: str) -> tuple[int, int]:

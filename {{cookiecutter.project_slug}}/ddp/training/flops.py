@@ -27,9 +27,8 @@ PASSES = 3  # the backward pass takes twice the FLOPs of the forward pass
 def peak_flops(device: torch.device) -> float | None:
     """The FLOP/s of a GPU; None if it is not known, and for a CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return (
-        None if "MIG" in name else next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
-    )
+    known = (peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name) and "MIG" not in name)
+    return next(known, None)
 
 
 def count_flops(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> None:
@@ -68,7 +67,7 @@ def flops_of(model: torch.nn.Module, arguments: Any, keywords: Any) -> float:
 
 
 def rates(ctx: DistContext, samples_per_s: float, tokens: Any, seconds: float) -> dict[str, float]:
-    """tokens_per_s and mfu, as far as they are known. tokens: of all ranks in `seconds`; None if nobody counts them."""
+    """tokens_per_s and mfu, as far as they are known. tokens: of all ranks in `seconds`; None if not known."""
     known = isinstance(tokens, int | float) or (isinstance(tokens, torch.Tensor) and tokens.numel() == 1)
     found = {"tokens_per_s": round(float(tokens) / seconds, 1)} if known else {}
     flops, peak = ctx.work.flops_per_sample, peak_flops(ctx.device)

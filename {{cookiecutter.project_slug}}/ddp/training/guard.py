@@ -1,6 +1,5 @@
 """--guard N: compute the gradients of every N-th step twice, and compare them before they count."""
 
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -66,17 +65,15 @@ def _unchanged(training: Any, batches: Any) -> Iterator[None]:
     modules, before = _modules(training), _saved(training, batches)
     gradients = {weight: weight.grad for module in modules for weight in module.parameters()}
     owners = [part for module in modules for part in module.modules()]
-    buffers = [(part._buffers, key, part._buffers[key]) for part in owners for key in part._buffers]
-    contents = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    buffers = [(part, key, buffer) for part in owners for key, buffer in part.named_buffers(recurse=False)]
+    contents = [buffer.clone() for _, _, buffer in buffers]
     for weight in gradients:
         weight.grad = None
     yield
     for weight, gradient in gradients.items():
         weight.grad = gradient
     for (owner, key, buffer), content in zip(buffers, contents, strict=True):
-        owner[key] = buffer  # the block may have put another tensor in its place
-        if buffer is not None and content is not None:
-            buffer.copy_(content)
+        setattr(owner, key, buffer.copy_(content))  # the block may have put another tensor in its place
     after = _saved(training, batches)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         remedy = "change a copy, or change it after compute_gradients, as in apply_gradients"
@@ -107,7 +104,7 @@ def _compare(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], ct
     if not any(found := ctx.gather(different)):
         return
     wrong = [rank for rank, names in enumerate(found) if names]
-    who = rank_hosts(wrong, ctx.gather(platform.node()))
+    who = rank_hosts(wrong, ctx)
     cause = "its processor or memory is faulty: repeat without that machine"
     if len(wrong) == ctx.world_size:
         cause = "its processor or memory is faulty, or the model keeps something outside of its state_dict()"

@@ -1,7 +1,6 @@
 """Which rank is slow. DDP makes all as slow as the slowest, so the time of a step does not show it."""
 
 import logging
-import platform
 from statistics import median
 
 import torch
@@ -23,7 +22,6 @@ class RankSpeeds:
         self.measured: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # when shared last; see `share`
         self.slow_for = [0] * ctx.world_size  # periods in a row, by rank
         self.reported: dict[int, str] = {}  # the ranks that are slow, and in which part
-        self.hosts: list[str] = []  # by rank
         self.figures: dict[str, float] = {}  # ms per step: of the median of the ranks, and of the slowest one
 
     def start(self, step: int, data_s: float) -> None:
@@ -42,7 +40,6 @@ class RankSpeeds:
         step_ms, *own = (1000 * seconds / steps for seconds in elapsed)
         everyone = torch.zeros(self.ctx.world_size, len(own), dtype=torch.double)
         everyone[self.ctx.rank] = torch.tensor(own)
-        self.hosts = self.hosts or self.ctx.gather(platform.node())
         times = self.ctx.sum(everyone).tolist()
         if self.ctx.rank == 0:
             self.compare(times, step_ms)
@@ -62,8 +59,8 @@ class RankSpeeds:
                 slow[rank] = PARTS[part]
                 if self.reported.get(rank) != PARTS[part]:
                     figures = f"{times[rank][part]:.3g} ms per step, others {usual[part]:.3g}"
-                    who = f"rank {rank} ({self.hosts[rank]}) is {mine / max(others, 1e-3):.1f} x as slow as the others"
-                    log.warning(f"warning: {who}: {PARTS[part]} ({figures})")
+                    by = f"{mine / max(others, 1e-3):.1f} x as slow as the others: {PARTS[part]} ({figures})"
+                    log.warning(f"warning: rank {rank} ({self.ctx.hosts[rank]}) is {by}")
         for rank in self.reported.keys() - slow.keys():
-            log.info(f"rank {rank} ({self.hosts[rank]}) is as fast as the others again")
+            log.info(f"rank {rank} ({self.ctx.hosts[rank]}) is as fast as the others again")
         self.reported = slow

@@ -170,7 +170,7 @@ class RunLog:
     def log_train(self, metrics: Mapping[str, float], lr: float, tokens: Any, *, on_console: bool) -> None:
         """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line.
 
-        tokens: in these steps, on all ranks; None if nobody counts them.
+        tokens: in these steps, on all ranks; None if they are not known.
         """
         state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
         before, self.logged_moment = self.logged_moment, self._moment()
