@@ -12,7 +12,9 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is killed with -9 leaves its temporary directory; this one is deleted."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that is killed with -9 leaves its temporary directory; this one is deleted.
+
+    It is not in tmp_path, which may be too long for the sockets of DataLoader workers.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="module")

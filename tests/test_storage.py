@@ -634,7 +634,7 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
 
 
 @pytest.mark.slow
-def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_a_dev_shm_that_is_too_small_or_a_tmpdir_that_is_too_long_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
     require_root()
     for split, kind in itertools.product(("train", "val"), ("a", "b")):
@@ -652,3 +652,10 @@ def test_a_dev_shm_that_is_too_small_for_a_batch_ends_the_run_with_one_line(tmp_
     assert line.startswith("error: a DataLoader worker cannot hand over a batch: unable to allocate shared memory")
     assert "; if memory ran out: lower --workers, or enlarge /dev/shm; nothing was saved yet: start all" in line
     assert "Traceback" not in done.stderr
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    command, variables = [str(word) for word in command[6:]], {**os.environ, "TMPDIR": str(long)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    remedy = f"DataLoader workers open sockets in {long}: set TMPDIR to a shorter path"
+    assert done.stderr.splitlines() == [f"error: {remedy}"]

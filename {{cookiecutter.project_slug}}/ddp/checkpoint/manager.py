@@ -153,7 +153,7 @@ class CheckpointManager:
         self.sharded = {keys: part for keys, part in named_leaves(states) if is_sharded(part)}
         self.sharded |= {part.shape: part for part in self.sharded.values()}
         self.data_s = lambda: train_loader.wait_s
-        status = read_status(self.directory.path.parent)
+        status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
         content = read_on_main(self.ctx, partial(self._find, states), self._keep)
         if content:
             self._load(content)

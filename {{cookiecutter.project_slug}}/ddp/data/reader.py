@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
@@ -99,6 +100,9 @@ def hand_over(batch: Any) -> Any:
     try:
         return batch if get_worker_info() is None else _Pickled(batch)
     except (RuntimeError, OSError) as error:
+        if "path too long" in str(error):
+            where = tempfile.gettempdir()
+            raise UsageError(f"DataLoader workers open sockets in {where}: set TMPDIR to a shorter path") from error
         reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
         raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
 
