@@ -16,7 +16,6 @@ folders, *all_options = (part.split("\n") for part in "\n".join(sys.argv[1:]).sp
 sys.path[:0] = folders
 
 import data
-import images
 import model as task
 from config import Config
 from ddp.data.dataset import hooks_of
@@ -26,7 +25,6 @@ from ddp.training.meter import Meter
 from ddp.training.wrapping import autocast
 
 GPU = torch.device("cuda")
-images.draw_crops = images.draw_crops.__wrapped__  # its cache would keep fake tensors
 
 
 class Context:

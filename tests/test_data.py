@@ -879,7 +879,6 @@ def test_batches_are_on_the_gpu_also_if_the_images_stay_in_host_memory(
     place: str, copied: bool, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fake tensors, which have a device and no content: they need no GPU, and refuse to mix devices."""
-    monkeypatch.setattr(image_datasets, "draw_crops", image_datasets.draw_crops.__wrapped__)
     monkeypatch.setattr(image_datasets, "MAX_COPIED_BYTES", 1 << 30 if copied else 0)
     free = 1 << 40 if place == "on the GPU" else 100
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from outputs import lines, newest, weights_and_momentum
@@ -18,11 +21,104 @@ import main
 from config import Config
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
+from ddp.data import sampler
 from ddp.data.dataset import BatchDataset, Datasets, check_datasets, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.sampler import ResumableSampler, Shuffled, permute
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import derive_seed
+from ddp.distributed.seeds import derive_seed, random_bits
 from processes import on_ranks, train
+
+LARGE = 10**9
+SMALL = (1, 2, 3, 5, 31, 32, 33, 1000, 4097)
+
+
+def permutation(length: int, seed: int = 0) -> numpy.ndarray:
+    return permute(numpy.arange(length), length, seed)
+
+
+def chi_squared(counts: Any) -> float:
+    """Per degree of freedom: about 1 if all counts are equal but for chance."""
+    counts = numpy.asarray(counts, dtype=float).flatten()
+    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum() / (len(counts) - 1))
+
+
+def test_a_computed_order_has_each_index_once() -> None:
+    for length in SMALL:
+        assert sorted(permutation(length)) == list(range(length))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_a_computed_order_has_each_index_once_for_any_number_of_ranks_from_any_position(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "MANY", 1)
+    for length, begin in itertools.product((50, 997, 5000), (0, 1, 49)):
+        order = [int(index) for index in Shuffled(length, 3).indices(2, 0, length)]
+        found = []
+        for rank in range(ranks):
+            each = ResumableSampler(Numbers(length), rank, ranks, ranks, Shuffled(length, 3))
+            each.start_at(2, begin)
+            found.append(list(each))
+        used = (length - begin) // ranks * ranks
+        assert [index for step in zip(*found, strict=True) for index in step] == order[begin : begin + used]
+        assert len(set(order)) == length
+
+
+def test_a_computed_order_is_even() -> None:
+    """With few rounds, it is not: the figures of two rounds are above 5."""
+    where = numpy.zeros((16, 16))
+    for seed in range(2000):
+        where[numpy.arange(16), permutation(16, seed)] += 1
+    assert chi_squared(where) < 1.5
+    for length in (100_003, LARGE):
+        positions = numpy.arange(min(length, 200_000))
+        first, other = (permute(positions, length, seed) for seed in (1, 2))
+        steps = numpy.diff(first) % length * 64 // length
+        assert chi_squared(numpy.bincount(steps, minlength=64)) < 1.8, "the next index does not follow from the last"
+        pairs = first * 16 // length * 16 + other * 16 // length
+        assert chi_squared(numpy.bincount(pairs, minlength=256)) < 1.4, "one epoch does not follow from another"
+        assert abs(numpy.corrcoef(first, other)[0, 1]) < 0.01
+        assert abs(numpy.corrcoef(first, positions)[0, 1]) < 0.01
+
+
+def test_each_bit_of_an_index_or_a_seed_changes_half_of_the_random_bits() -> None:
+    numbers = numpy.arange(1000, dtype=numpy.int64)
+    assert random_bits(5, torch.from_numpy(numbers)).tolist() == random_bits(5, numbers).tolist()
+    for bit in range(0, 62, 3):
+        for changed in (random_bits(5, numbers ^ (1 << bit)), random_bits(5 ^ (1 << bit), numbers)):
+            flipped = numpy.unpackbits((random_bits(5, numbers) ^ changed).view(numpy.uint8).reshape(1000, 8), axis=1)
+            assert (abs(flipped.mean(0) - 0.5) < 0.08).all(), bit
+
+
+def test_a_billion_samples_are_read_from_any_position_without_a_table() -> None:
+    order = Shuffled(LARGE, 0)
+    tracemalloc.start()
+    for start in (0, LARGE // 2, LARGE - 100):
+        assert len(set(order.indices(7, start, start + 100).tolist())) == 100
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000 and order.order.numel() == 0
+    tracemalloc.stop()
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_its_own_order(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints have no number of the order, which was stored then."""
+    monkeypatch.setattr(sampler, "MANY", 1)
+    weights = []
+    for earlier in (True, False):
+        whole, resumed = tmp_path / f"whole {earlier}", tmp_path / f"resumed {earlier}"
+        words = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 64, "--output-dir"]
+        with monkeypatch.context() as patch:
+            if earlier:
+                patch.setattr(Shuffled.__init__, "__defaults__", (1,))
+                patch.setattr(TrainLoader, "order_facts", lambda loader: {"sampler": "Shuffled"})
+            train(1, *words, whole)
+            train(1, *words, resumed, "--max-steps", 4)
+        train(1, *words, resumed)
+        weights += [weights_and_momentum(newest(output)) for output in (whole, resumed)]
+        assert storage.read(newest(resumed))["dataset"]["order"] == (1 if earlier else 2)
+    assert weights[0] == weights[1] != weights[2] == weights[3]
 
 
 def options(*words: Any) -> Config:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -33,7 +32,7 @@ from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
 from ddp.data.dataset import BatchDataset
-from ddp.distributed.seeds import derive_seed
+from ddp.distributed.seeds import derive_seed, random_bits
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -148,13 +147,12 @@ class ImageDataset(BatchDataset):
         """Images `rows` of those that `copies` show padded and flipped, drawn for `samples`: [b, c, h, w]."""
         n, c, h, w = copies.shape[0] // 2, copies.shape[1], copies.shape[2] - 2 * pad, copies.shape[3] - 2 * pad
         seed = derive_seed(self.transforms.seed, epoch)
-        offsets, flips = draw_crops(seed, self.transforms.flip, self.length, pad, copies.device)
-        down, right = offsets[samples].unbind(1)
+        down, right, flips = draw_crops(seed, self.transforms.flip, samples.to(copies.device), pad)
         image, plane, row, pixel = copies.stride()
         # To crop an image is to read it from a later element on. So one copy of `length` elements moves a whole image,
         # where indexing would copy row by row.
         length = (c - 1) * plane + (h - 1) * row + (w - 1) * pixel + 1
-        starts = (rows + n * flips[samples]) * image + down * row + right * pixel
+        starts = (rows + n * flips) * image + down * row + right * pixel
         from_each_element = copies.as_strided((copies.numel(),), (1,)).unfold(0, length, 1)
         found = from_each_element.index_select(0, starts)
         return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
@@ -166,12 +164,11 @@ def _reflected(size: int, pad: int) -> Tensor:
     return last - (last - torch.arange(-pad, size + pad).abs()).abs()
 
 
-@lru_cache(maxsize=1)
-def draw_crops(seed: int, flip: float, length: int, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Offsets [length, 2] and flips [length] of all samples in an epoch: the same in every process."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.randint(0, 2 * pad + 1, (length, 2), generator=generator)
-    return offsets.to(device), (torch.rand(length, generator=generator) < flip).to(device)
+def draw_crops(seed: int, flip: float, samples: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of `samples` [b]: how far it is moved down and right, 0 to 2 x pad, and whether it is flipped."""
+    bits = random_bits(seed, samples)
+    down, right, chance = (bits >> shift & 0xFFFF for shift in (0, 16, 32))
+    return down * (2 * pad + 1) >> 16, right * (2 * pad + 1) >> 16, chance < flip * 0x10000
 
 
 class ImagesInMemory(ImageDataset):

@@ -144,7 +144,7 @@ class CheckpointManager:
             "classes": {name: type(part).__name__ for name, part in self.state.items() if name not in models},
             "global_batch": train_loader.global_batch,
             "samples": train_loader.length,
-            "dataset": {**describe(train_loader.dataset), "sampler": type(train_loader.order).__name__},
+            "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
         }
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
@@ -156,6 +156,8 @@ class CheckpointManager:
         status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
         content = read_on_main(self.ctx, partial(self._find, states), self._keep)
         if content:
+            train_loader.keep_order(content.get("dataset", {}))
+            self.facts["dataset"] |= train_loader.order_facts()
             self._load(content)
         own = content and Path(content["path"]).parent == self.directory.path
         lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save

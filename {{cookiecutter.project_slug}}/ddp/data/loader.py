@@ -1,7 +1,7 @@
 """The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -87,6 +87,16 @@ class TrainLoader(_Loader):
         self.classes: int | None = None  # of the labels in the first batch; None before it
         self.example: Any = None  # what example_images made of the first batch, until it is logged
 
+    def order_facts(self) -> dict[str, Any]:
+        """What checkpoints hold about the order of the samples."""
+        version = self.order.version if isinstance(self.order, Shuffled) else 0  # yours may have another `version`
+        return {"sampler": type(self.order).__name__, "order": version}
+
+    def keep_order(self, facts: Mapping[str, Any]) -> None:
+        """Go on in the order of a checkpoint: an earlier version of this project shuffled otherwise."""
+        if isinstance(self.order, Shuffled):
+            self.order.version = facts.get("order", 1)
+
     def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
         """Optimizer steps until the end of the epoch. Raises UsageError if the sampler was replaced."""
         if not isinstance(self.sampler, ResumableSampler):
@@ -168,25 +178,26 @@ class EvalLoader(_Loader):
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
-        everything, size = range(self.length), self.chunk_size
-        batches = [everything[start : start + size] for start in range(0, self.length, size)]
-        ours = [list(batch) for batch in batches[self.ctx.rank :: self.ctx.world_size]]
-        if self.config.shard and len(batches) % self.ctx.world_size > 0:  # all ranks compute each block together
-            ours += [list(batches[-1])] * (len(ours) == len(batches) // self.ctx.world_size)
+        everything, size, world_size = range(self.length), self.chunk_size, self.ctx.world_size
+        count = -(-self.length // size)  # of batches
+        last = count - 1
+        # With --shard all ranks compute each block together: those that are out of turn read the last batch once more.
+        end = count + -count % world_size if self.config.shard else count
+        ours = ([*everything[min(each, last) * size :][:size]] for each in range(self.ctx.rank, end, world_size))
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
                     check_batch(batch, self.dataset)
                 # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
-                position = number * self.ctx.world_size + self.ctx.rank
+                position = number * world_size + self.ctx.rank
                 seed_step(self.config.seed, position, rank=-2)
-                self._counts, self._asked = position < len(batches), False
+                self._counts, self._asked = position < count, False
                 yield batch
                 if not (self._counts or self._asked):
                     raise UsageError(
                         "--shard: evaluate must skip what does not count: see eval_loader.counts in main.py"
                     )
-                if number < len(batches) // self.ctx.world_size and (decision := self.ctx.stop_sync.maybe_sync()):
+                if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
 
 

@@ -4,30 +4,63 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from ddp.core.errors import UsageError
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.seeds import derive_seed, random_bits
 
 BLOCK = 4096  # samples whose order is read together
+MANY = 100_000  # samples; the order of fewer is stored: ROUNDS would not shuffle a handful evenly
+ROUNDS = 8
 
 
 class Shuffled:
-    """The order without a sampler of yours: all samples, shuffled by (seed, epoch)."""
+    """The order without a sampler of yours: all samples, shuffled by (seed, epoch).
 
-    def __init__(self, samples: int, seed: int) -> None:
-        self.samples, self.seed = samples, seed
-        self.epoch, self.order = -1, torch.empty(0)  # of the last epoch that was asked for
+    version: 2 computes the order of MANY samples or more, and stores nothing; 1 stores the order of any number.
+    """
+
+    def __init__(self, samples: int, seed: int, version: int = 2) -> None:
+        self.samples, self.seed, self.version = samples, seed, version
+        self.epoch, self.order = -1, torch.empty(0)  # of the last epoch that was asked for, if it is stored
 
     def length(self, epoch: int) -> int:
         return self.samples
 
     def indices(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        if self.version > 1 and self.samples >= MANY:
+            positions = numpy.arange(start, stop, dtype=numpy.int64)
+            return torch.from_numpy(permute(positions, self.samples, derive_seed(self.seed, epoch)))
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.epoch, self.order = epoch, torch.randperm(self.samples, generator=generator)
         return self.order[start:stop]
+
+
+def permute(positions: numpy.ndarray, length: int, seed: int) -> numpy.ndarray:
+    """What a permutation of 0 to length - 1, which `seed` chooses, has at `positions`, int64. It is computed from them.
+
+    A Feistel network permutes all numbers of so many bits. What it maps beyond `length` is mapped again, until it is
+    inside. Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002, https://doi.org/10.1007/3-540-45760-7_9.
+    """
+    low = (length - 1).bit_length() // 2  # bits of the right half
+    masks = ((1 << (length - 1).bit_length() - low) - 1, (1 << low) - 1)
+    seeds = [derive_seed(seed, number) for number in range(ROUNDS)]
+
+    def encrypt(numbers: numpy.ndarray) -> numpy.ndarray:
+        halves = [numbers >> low, numbers & masks[1]]
+        for number, round_seed in enumerate(seeds):
+            changed = number % 2
+            halves[changed] ^= random_bits(round_seed, halves[1 - changed]) & masks[changed]
+        return halves[0] << low | halves[1]
+
+    found = encrypt(positions)
+    while len(outside := numpy.flatnonzero(found >= length)):
+        found[outside] = encrypt(found[outside])
+    return found
 
 
 class ResumableSampler(DistributedSampler):

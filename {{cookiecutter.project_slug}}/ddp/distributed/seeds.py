@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from typing import Any
 
 import numpy
 import torch
@@ -19,6 +20,18 @@ def derive_seed(*parts: int) -> int:
 
 
 _cached_seed = cache(derive_seed)  # a digest in every step would cost a percent of a small one
+
+
+def random_bits(seed: int, numbers: Any) -> Any:
+    """64 random bits for each of `numbers`, as a function of it and `seed`: an int64 tensor or array, as `numbers` is.
+
+    The 64-bit finaliser of MurmurHash3, by Austin Appleby: https://github.com/aappleby/smhasher.
+    """
+    bits = numbers + seed
+    for factor in (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64, 1):
+        bits ^= bits >> 33 & 0x7FFFFFFF  # a shift without the sign
+        bits *= factor  # modulo 2^64
+    return bits
 
 
 def seed_everything(seed: int) -> None:
