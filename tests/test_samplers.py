@@ -63,6 +63,8 @@ def test_a_computed_order_has_each_index_once_for_any_number_of_ranks_from_any_p
         used = (length - begin) // ranks * ranks
         assert [index for step in zip(*found, strict=True) for index in step] == order[begin : begin + used]
         assert len(set(order)) == length
+        others = (Shuffled(length, 3).indices(1, 0, length), Shuffled(length, 4).indices(2, 0, length))
+        assert all(other.tolist() != order for other in others), "another epoch, and another seed"
 
 
 def test_a_computed_order_is_even() -> None:
