@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import tempfile
 import textwrap
 import time
 import zlib
@@ -31,6 +32,7 @@ import pytest
 import torch
 import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
 import torch.nn.functional as F
+import torchvision.datasets
 from benchmark_report import DATA, NO_SYNC, STRONG, WEAK
 from PIL import Image
 from test_loader import Noise, Numbers
@@ -51,6 +53,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
+from ddp.data.file_list import list_files
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
@@ -436,6 +439,45 @@ def test_a_val_fraction_that_cannot_be_had_is_refused(images: Path, tmp_path: Pa
         from_folder(images)
 
 
+def test_one_process_of_a_machine_lists_the_files_and_all_map_its_table(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run lists them again: a file may have come, or gone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    odd = images / "train" / "cat" / "a\udcff b.png"
+    draw(odd)
+    listed = tmp_path / "listed"
+
+    def make(folder: Path, class_to_idx: Any, extensions: Any) -> Any:
+        with listed.open("a") as file:
+            print(os.getpid(), file=file)
+        time.sleep(0.5)  # the others wait meanwhile
+        return make_dataset(folder, class_to_idx, extensions)
+
+    def list_on(ctx: DistContext) -> tuple[list[tuple[str, int]], str, bool]:
+        ctx.gather(None)
+        samples = list_files(images / "train", (".png",))[1]
+        (table,) = (tmp_path / f"ddp-{os.getuid()}").glob("*.pt")
+        return list(samples), samples.digest(), str(table) in Path("/proc/self/maps").read_text()
+
+    make_dataset = torchvision.datasets.folder.make_dataset
+    monkeypatch.setattr(torchvision.datasets.folder, "make_dataset", make)
+    found = on_ranks(3, list_on)
+    samples = [(str(path), target) for target, name in enumerate(("cat", "dog")) for path in in_class(images, name)]
+    assert [each[0] for each in found] == [samples] * 3 and str(odd) in dict(samples)
+    assert len({each[1] for each in found}) == 1 and all(each[2] for each in found)
+    assert len(set(listed.read_text().split())) == 1 and len(listed.read_text().split()) == 2, "once for each class"
+    odd.unlink()
+    again = list_files(images / "train", (".png",))[1]
+    assert len(again) == len(samples) - 1 and again.digest() != found[0][1]
+    assert list(again.part(torch.tensor([2, 0]))) == [again[2], again[0]]
+    assert again.part(torch.tensor([2, 0])).digest() != again.part(torch.tensor([0, 2])).digest()
+
+
+def in_class(images: Path, name: str) -> list[Path]:
+    return sorted((images / "train" / name).iterdir())
+
+
 def test_a_run_on_a_folder_that_is_not_there_ends_with_one_line(tmp_path: Path) -> None:
     where = tmp_path / "nowhere"
     shared = ("--dataset", "imagefolder", "--data-dir", where, "--output-dir", tmp_path / "out", "--device", "cpu")
@@ -680,7 +722,7 @@ def numbered(kind: str, config: Config, folder: Path) -> Any:
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
     dataset = ImageFiles(folder, build_transforms(config))
     dataset.classes = NAMES
-    dataset.samples = [(path, number) for number, (path, _) in enumerate(dataset.samples)]
+    dataset.samples.targets = torch.arange(SAMPLES)
     return decode_once(dataset, folder.with_name("cache")) if kind == "in cache" else dataset
 
 

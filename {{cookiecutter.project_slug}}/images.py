@@ -32,6 +32,7 @@ from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
 from ddp.data.dataset import BatchDataset
+from ddp.data.file_list import list_files, once_per_machine, progress
 from ddp.distributed.seeds import derive_seed, random_bits
 
 if TYPE_CHECKING:
@@ -230,27 +231,27 @@ class ImageFiles(ImageDataset):
     """Images in folder/CLASS/*, as torchvision's ImageFolder finds them, read by DataLoader workers."""
 
     def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
-        from torchvision.datasets import ImageFolder  # slow, and only needed here
+        from torchvision.datasets.folder import IMG_EXTENSIONS  # slow, and only needed here
 
         try:
-            found = ImageFolder(str(folder))
+            classes, samples = list_files(folder, IMG_EXTENSIONS)
         except OSError as error:
             raise SetupError(f"--data-dir: {error}") from error
         read_size = transforms.image_size if type(self).read is ImageFiles.read else None
-        super().__init__(len(found.samples), found.classes, transforms, read_size)
-        self.folder, self.samples = folder, found.samples
+        super().__init__(len(samples), classes, transforms, read_size)
+        self.folder, self.samples = folder, samples
 
     def _all_targets(self) -> Tensor:
-        return torch.tensor([target for _, target in self.samples])
+        return self.samples.targets[self.samples.rows]
 
     def _part(self, indices: Tensor) -> Any:
         part = super()._part(indices)
-        part.samples = [self.samples[index] for index in indices.tolist()]
+        part.samples = self.samples.part(indices)
         return part
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        images = torch.stack([self.read(self.samples[index][0]) for index in indices])
-        return torch.tensor([self.samples[index][1] for index in indices]), torch.tensor(indices), images
+        paths, targets = zip(*(self.samples[index] for index in indices), strict=True)
+        return torch.tensor(targets), torch.tensor(indices), torch.stack([self.read(path) for path in paths])
 
     def read(self, path: str) -> Tensor:
         """An image: [3, image_size, image_size] uint8."""
@@ -286,7 +287,7 @@ def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:
         images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
     except OSError as error:
         raise SetupError(f"--cache {cache_dir}: {error}") from error
-    targets = torch.tensor([target for _, target in files.samples])
+    targets = files._all_targets()
     decoded = ImagesInMemory(images, targets, files.classes, files.transforms)
     decoded.read_size = files.read_size
     return decoded
@@ -298,10 +299,14 @@ def _cache_key(files: ImageFiles) -> str:
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
-    for name, _ in files.samples:
-        about = os.stat(name)
-        key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return key.hexdigest()
+
+    def compare() -> dict[str, Any]:
+        for name, _ in progress(files.samples, f"looking for changes in {files.folder}", "file"):
+            about = os.stat(name)
+            key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        return {"key": key.hexdigest()}
+
+    return str(once_per_machine(f"key {key.hexdigest()} {files.samples.digest()}", compare)["key"])
 
 
 def _decode(files: ImageFiles, path: Path) -> None:

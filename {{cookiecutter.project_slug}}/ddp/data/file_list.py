@@ -1,0 +1,92 @@
+"""Files of classes, listed by one process of a machine for all of them: they map one table, so none holds a copy."""
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from tqdm import tqdm
+
+from ddp.core.files import atomic_write
+
+
+class FileList(Sequence[tuple[str, int]]):
+    """Pairs of a path and a class, in tensors that all processes of a machine share.
+
+    names: all paths as bytes, uint8. ends: where each path ends, int64 [n]. targets: the class of each, int64 [n].
+    rows: which of them are in this list, int64.
+    """
+
+    def __init__(self, names: Tensor, ends: Tensor, targets: Tensor, rows: Tensor) -> None:
+        self.names, self.ends, self.targets, self.rows = names, ends, targets, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = int(self.rows[index])
+        start = int(self.ends[row - 1]) if row else 0
+        return os.fsdecode(self.names[start : self.ends[row]].numpy().tobytes()), int(self.targets[row])
+
+    def part(self, indices: Tensor) -> "FileList":
+        """The pairs at these places of this list."""
+        return FileList(self.names, self.ends, self.targets, self.rows[indices])
+
+    def digest(self) -> str:
+        """Changes with any path, and with their order."""
+        result = hashlib.blake2b(digest_size=8)
+        for tensor in (self.names, self.ends, self.targets, self.rows):
+            result.update(tensor.contiguous().numpy().data)
+        return result.hexdigest()
+
+
+def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], FileList]:
+    """The names of the classes, and the files in folder/CLASS/** with one of `extensions`, as torchvision finds them.
+
+    Raises OSError, in particular if a class has no file.
+    """
+    from torchvision.datasets.folder import find_classes, make_dataset  # slow, and only needed here
+
+    def find() -> dict[str, Any]:
+        classes, _ = find_classes(folder)
+        samples: list[tuple[str, int]] = []
+        for number, name in enumerate(progress(classes, f"listing {folder}", "class")):
+            samples += make_dataset(folder, {name: number}, tuple(extensions))
+        names = [os.fsencode(path) for path, _ in samples]
+        table = [torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8)]
+        table += [
+            torch.tensor([len(name) for name in names]).cumsum(0),
+            torch.tensor([target for _, target in samples]),
+        ]
+        return {"classes": classes, "table": [*table, torch.arange(len(names))]}
+
+    found = once_per_machine(f"files {folder.absolute()} {extensions}", find)
+    return found["classes"], FileList(*found["table"])
+
+
+def progress(items: Sequence[Any], title: str, unit: str) -> Iterator[Any]:
+    """A bar on a terminal, in the process that has to work."""
+    yield from tqdm(items, desc=title, unit=unit, leave=False, disable=None)
+
+
+def once_per_machine(name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `find` returns: a dictionary of tensors and plain values. One process calls it while the others wait.
+
+    name: what is found. Each later call finds it again: it may have changed. Raises what `find` raises, and OSError.
+    """
+    start = time.time()
+    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()}.pt"
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists() or path.stat().st_mtime < start:  # not found while this process has waited
+            found = find()
+            with atomic_write(path) as file:
+                torch.save(found, file)
+        return dict(torch.load(path, mmap=True, weights_only=True))
