@@ -53,7 +53,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.file_list import list_files
+from ddp.data.file_list import FileList, list_files
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
@@ -471,6 +471,8 @@ def test_one_process_of_a_machine_lists_the_files_and_all_map_its_table(
     again = list_files(images / "train", (".png",))[1]
     assert len(again) == len(samples) - 1 and again.digest() != found[0][1]
     assert list(again.part(torch.tensor([2, 0]))) == [again[2], again[0]]
+    assert again[1:] == list(again)[1:] and again[-1] == list(again)[-1]
+    assert FileList.of(list(again)).digest() == again.digest() and len(FileList.of([])) == 0
     assert again.part(torch.tensor([2, 0])).digest() != again.part(torch.tensor([0, 2])).digest()
 
 
@@ -722,7 +724,7 @@ def numbered(kind: str, config: Config, folder: Path) -> Any:
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
     dataset = ImageFiles(folder, build_transforms(config))
     dataset.classes = NAMES
-    dataset.samples.targets = torch.arange(SAMPLES)
+    dataset.samples = [(path, number) for number, (path, _) in enumerate(dataset.samples)]
     return decode_once(dataset, folder.with_name("cache")) if kind == "in cache" else dataset
 
 

@@ -32,7 +32,7 @@ from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
 from ddp.data.dataset import BatchDataset
-from ddp.data.file_list import list_files, once_per_machine, progress
+from ddp.data.file_list import FileList, list_files, once_per_machine, progress
 from ddp.distributed.seeds import derive_seed, random_bits
 
 if TYPE_CHECKING:
@@ -228,7 +228,12 @@ class ImagesInMemory(ImageDataset):
 
 
 class ImageFiles(ImageDataset):
-    """Images in folder/CLASS/*, as torchvision's ImageFolder finds them, read by DataLoader workers."""
+    """Images in folder/CLASS/*, as torchvision's ImageFolder finds them, read by DataLoader workers.
+
+    samples: the path and the class of each image. You may put another sequence of such pairs in its place.
+    """
+
+    samples: Sequence[tuple[str, int]]
 
     def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
         from torchvision.datasets.folder import IMG_EXTENSIONS  # slow, and only needed here
@@ -242,11 +247,12 @@ class ImageFiles(ImageDataset):
         self.folder, self.samples = folder, samples
 
     def _all_targets(self) -> Tensor:
-        return self.samples.targets[self.samples.rows]
+        files = FileList.of(self.samples)
+        return files.targets[files.rows]
 
     def _part(self, indices: Tensor) -> Any:
         part = super()._part(indices)
-        part.samples = self.samples.part(indices)
+        part.samples = FileList.of(self.samples).part(indices)
         return part
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,7 +312,7 @@ def _cache_key(files: ImageFiles) -> str:
             key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
         return {"key": key.hexdigest()}
 
-    return str(once_per_machine(f"key {key.hexdigest()} {files.samples.digest()}", compare)["key"])
+    return str(once_per_machine(f"key {key.hexdigest()} {FileList.of(files.samples).digest()}", compare)["key"])
 
 
 def _decode(files: ImageFiles, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from filelock import FileLock
 from torch import Tensor
@@ -26,10 +27,23 @@ class FileList(Sequence[tuple[str, int]]):
     def __init__(self, names: Tensor, ends: Tensor, targets: Tensor, rows: Tensor) -> None:
         self.names, self.ends, self.targets, self.rows = names, ends, targets, rows
 
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[str, int]]) -> "FileList":
+        """A FileList of any pairs; the same if it is one."""
+        if isinstance(pairs, FileList):
+            return pairs
+        names = [os.fsencode(path) for path, _ in pairs]
+        every = torch.from_numpy(numpy.frombuffer(bytearray(b"".join(names)), numpy.uint8))
+        ends = torch.tensor([len(name) for name in names], dtype=torch.int64).cumsum(0)
+        targets = torch.tensor([target for _, target in pairs], dtype=torch.int64)
+        return cls(every, ends, targets, torch.arange(len(names)))
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
         row = int(self.rows[index])
         start = int(self.ends[row - 1]) if row else 0
         return os.fsdecode(self.names[start : self.ends[row]].numpy().tobytes()), int(self.targets[row])
@@ -58,16 +72,10 @@ def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], File
         samples: list[tuple[str, int]] = []
         for number, name in enumerate(progress(classes, f"listing {folder}", "class")):
             samples += make_dataset(folder, {name: number}, tuple(extensions))
-        names = [os.fsencode(path) for path, _ in samples]
-        table = [torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8)]
-        table += [
-            torch.tensor([len(name) for name in names]).cumsum(0),
-            torch.tensor([target for _, target in samples]),
-        ]
-        return {"classes": classes, "table": [*table, torch.arange(len(names))]}
+        return {"classes": classes, **vars(FileList.of(samples))}
 
     found = once_per_machine(f"files {folder.absolute()} {extensions}", find)
-    return found["classes"], FileList(*found["table"])
+    return found.pop("classes"), FileList(**found)
 
 
 def progress(items: Sequence[Any], title: str, unit: str) -> Iterator[Any]:
