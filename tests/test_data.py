@@ -467,6 +467,15 @@ def test_one_process_of_a_machine_lists_the_files_and_all_map_its_table(
     assert [each[0] for each in found] == [samples] * 3 and str(odd) in dict(samples)
     assert len({each[1] for each in found}) == 1 and all(each[2] for each in found)
     assert len(set(listed.read_text().split())) == 1 and len(listed.read_text().split()) == 2, "once for each class"
+    listed.unlink()
+
+    def list_as_another_run(ctx: DistContext) -> None:
+        monkeypatch.setattr(os, "getppid", lambda: 1 + ctx.rank)
+        list_on(ctx)
+
+    on_ranks(2, list_as_another_run)
+    assert len(set(listed.read_text().split())) == 2, "another run may see other files"
+    assert len(list_files(images / "train", (".png",))[1]) == len(samples)
     odd.unlink()
     again = list_files(images / "train", (".png",))[1]
     assert len(again) == len(samples) - 1 and again.digest() != found[0][1]

@@ -9,7 +9,6 @@ The datasets augment and normalise whole batches on the device, many times faste
 import hashlib
 import inspect
 import logging
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
 from ddp.data.dataset import BatchDataset
-from ddp.data.file_list import FileList, list_files, once_per_machine, progress
+from ddp.data.file_list import FileList, digest_contents, list_files
 from ddp.distributed.seeds import derive_seed, random_bits
 
 if TYPE_CHECKING:
@@ -305,14 +304,8 @@ def _cache_key(files: ImageFiles) -> str:
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
-
-    def compare() -> dict[str, Any]:
-        for name, _ in progress(files.samples, f"looking for changes in {files.folder}", "file"):
-            about = os.stat(name)
-            key.update(f"{name} {about.st_size} {about.st_mtime_ns}\n".encode(errors="surrogateescape"))
-        return {"key": key.hexdigest()}
-
-    return str(once_per_machine(f"key {key.hexdigest()} {FileList.of(files.samples).digest()}", compare)["key"])
+    key.update(digest_contents(FileList.of(files.samples)).encode())
+    return key.hexdigest()
 
 
 def _decode(files: ImageFiles, path: Path) -> None:

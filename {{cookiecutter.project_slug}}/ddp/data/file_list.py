@@ -4,7 +4,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], File
     def find() -> dict[str, Any]:
         classes, _ = find_classes(folder)
         samples: list[tuple[str, int]] = []
-        for number, name in enumerate(progress(classes, f"listing {folder}", "class")):
+        for number, name in enumerate(tqdm(classes, f"listing {folder}", unit="class", leave=False, disable=None)):
             samples += make_dataset(folder, {name: number}, tuple(extensions))
         return {"classes": classes, **vars(FileList.of(samples))}
 
@@ -78,23 +78,35 @@ def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], File
     return found.pop("classes"), FileList(**found)
 
 
-def progress(items: Sequence[Any], title: str, unit: str) -> Iterator[Any]:
-    """A bar on a terminal, in the process that has to work."""
-    yield from tqdm(items, desc=title, unit=unit, leave=False, disable=None)
+def digest_contents(files: FileList) -> str:
+    """Changes with the list, and with the size or the time of any file. Raises OSError."""
+
+    def find() -> dict[str, Any]:
+        key = hashlib.blake2b(digest_size=8)
+        for name, _ in tqdm(files, desc="looking for changed files", unit="file", leave=False, disable=None):
+            about = os.stat(name)
+            key.update(os.fsencode(f"{name} {about.st_size} {about.st_mtime_ns}\n"))
+        return {"key": key.hexdigest()}
+
+    return str(once_per_machine(f"contents {files.digest()}", find)["key"])
 
 
 def once_per_machine(name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `find` returns: a dictionary of tensors and plain values. One process calls it while the others wait.
 
-    name: what is found. Each later call finds it again: it may have changed. Raises what `find` raises, and OSError.
+    name: what is found. Each later call finds it again: it may have changed. So does each other run, by whose launcher
+    and directory it is told apart. Raises what `find` raises, and OSError.
     """
-    start = time.time()
+    start, run = time.time(), [os.getppid(), os.getcwd()]
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()}.pt"
     with FileLock(path.with_suffix(".lock")):
-        if not path.exists() or path.stat().st_mtime < start:  # not found while this process has waited
-            found = find()
-            with atomic_write(path) as file:
-                torch.save(found, file)
-        return dict(torch.load(path, mmap=True, weights_only=True))
+        if path.exists() and path.stat().st_mtime >= start:  # found while this process has waited
+            table = torch.load(path, mmap=True, weights_only=True)
+            if table["run"] == run:
+                return dict(table["found"])
+        found = find()
+        with atomic_write(path) as file:
+            torch.save({"run": run, "found": found}, file)
+        return dict(torch.load(path, mmap=True, weights_only=True)["found"])

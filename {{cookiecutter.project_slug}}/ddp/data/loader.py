@@ -183,7 +183,8 @@ class EvalLoader(_Loader):
         last = count - 1
         # With --shard all ranks compute each block together: those that are out of turn read the last batch once more.
         end = count + -count % world_size if self.config.shard else count
-        ours = ([*everything[min(each, last) * size :][:size]] for each in range(self.ctx.rank, end, world_size))
+        starts = (min(number, last) * size for number in range(self.ctx.rank, end, world_size))
+        ours = (list(everything[start : start + size]) for start in starts)
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
