@@ -42,6 +42,10 @@ from made_up import cifar10, jpegs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from template_copy import copy_template  # noqa: E402
+
 NAIVE, OURS, LIMIT = "naive", "this project", "limit"
 SCRIPTS = {
     NAIVE: "naive.py",
@@ -111,17 +115,7 @@ class Bench:
 
     def __init__(self, folder: Path, data_dir: Path | None, logs: Path) -> None:
         self.folder, self.given, self.logs = folder, data_dir, logs
-        command = [
-            sys.executable,
-            "-m",
-            "cookiecutter",
-            "--no-input",
-            "--output-dir",
-            str(folder / "project"),
-            str(REPOSITORY),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        (self.project,) = (folder / "project").iterdir()
+        self.project = copy_template(folder / "project")
 
     def data_dir(self, case: Case) -> Path:
         """The images of `case`; the first call makes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -356,6 +357,14 @@ def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> 
     with pytest.raises(UsageError) as caught:
         options("--shard", *words)
     assert str(caught.value) == message
+
+
+def test_gloo_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for words, fits in ((["--backend", "gloo"], False), (["--backend", "gloo", "--device", "cpu"], True), ([], True)):
+        config = Config.parse(["--shard", *words])
+        with nullcontext() if fits else pytest.raises(UsageError, match=r"^--shard on GPUs needs NCCL: remove"):
+            check_model(config, nn.Linear(2, 2))
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

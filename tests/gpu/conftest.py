@@ -6,7 +6,7 @@ Without a GPU all tests are skipped. GPU_TESTS_DEVICE=cpu runs those that mean s
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,22 +31,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}: {there}; see make gpu"))
 
 
-ANSWERS: list[tuple[str, str]] = []  # with their questions
-
-
 @pytest.fixture
-def answer(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
+def answer(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Call it with the answer to the question that the test's docstring asks, and with its figures."""
-    question = (request.function.__doc__ or "").split("\n")[0]
-    given = len(ANSWERS)
-    yield lambda text: ANSWERS.append((question, text))
-    if len(ANSWERS) == given:
-        ANSWERS.append((question, "**no**: the test failed"))
+    properties = request.node.user_properties
+    properties.append(("question", (request.function.__doc__ or "").split("\n")[0]))
+    return lambda text: properties.append(("answer", text))
+
+
+def answers(reports: Mapping[str, list[pytest.TestReport]]) -> Iterator[tuple[str, str]]:
+    """Each question with an answer."""
+    for outcome in ("passed", "failed"):
+        for report in reports.get(outcome, []):
+            question, *found = [text for name, text in report.user_properties if name in ("question", "answer")] or [""]
+            if question and report.when == "call":
+                yield from ((question, text) for text in found if outcome == "passed")
+                if outcome == "failed":
+                    yield question, "**no**: the test failed"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table, and write it to a file."""
-    if not ANSWERS:
+    rows = [*answers(terminalreporter.stats)]
+    if not rows:
         return
     import torch
 
@@ -54,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"{', '.join(GPUS) or platform.processor() or 'CPU'}; torch {torch.__version__}, CUDA {torch.version.cuda}"
     )
     lines = [f"{machine}, Python {platform.python_version()}", "", "| question | answer |", "|---|---|"]
-    lines += [f"| {question} | {answer} |" for question, answer in ANSWERS]
+    lines += [f"| {question} | {answer} |" for question, answer in rows]
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text("\n".join(lines) + "\n")
     terminalreporter.section("GPU")

@@ -184,6 +184,7 @@ def test_save(project: Project, answer: Answer) -> None:
         device = torch.device("cuda", 0)
         streams, state = streams_of(device), {"weights": [torch.randn(1 << 26, device=device) for _ in range(8)]}
         for _ in range(2):  # the first time, the pinned memory is allocated
+            copy = None
             torch.cuda.synchronize()
             start = time.perf_counter()
             copy, copied = snapshot(state, streams)
@@ -320,7 +321,7 @@ def test_device_side_assert(project: Project, tmp_path: Path, answer: Answer) ->
         "def compute_loss(outputs, targets, config):\n    return _loss(outputs, targets + 100, config)"
     )
     output = project.train(*FAST, "--output-dir", tmp_path / "out", code=1)
-    assert "device-side assert" in output
+    assert "Assertion `t >= 0 && t < n_classes` failed" in output and "in compute_gradients" in output
     answer("yes")
 
 
@@ -337,6 +338,94 @@ def test_out_of_memory(project: Project, tmp_path: Path, answer: Answer) -> None
     (line,) = [line for line in output.splitlines() if "error" in line]
     assert "memory" in line and "Traceback" not in output, output
     answer(f"yes: {line[:120]}")
+
+
+# ---- what one step is watched for -----------------------------------------------------------------------------------
+
+
+FLIP = """
+import torch
+import ddp.training.run
+_advance = ddp.training.run.Run.advance
+def advance(self):
+    _advance(self)
+    if self.ctx.rank == 1 and self.state.step == 15:
+        weight = self.checkpoints.state["model"].fc2.weight.detach()
+        weight.view(torch.int32).flatten()[100] ^= 8
+ddp.training.run.Run.advance = advance
+"""
+
+
+def test_a_flipped_bit(project: Project, tmp_path: Path, answer: Answer) -> None:
+    """Is a bit that flips in the weights of one rank found at the next save?"""
+    project.edit(FLIP)
+    given = (*FAST, "--nproc", 2, "--backend", "gloo", "--checkpoint-every", 10, "--max-steps", 30, "--output-dir")
+    output = project.train(*given, tmp_path / "out", code=6)
+    assert "differ, first in model: fc2.weight" in output and "noticed at step 20" in output, output
+    answer("yes, and the run ends before it saves them")
+
+
+@pytest.mark.needs_gpu
+def test_bit_sums(project: Project, answer: Answer) -> None:
+    """Does the GPU compute the same sums of bits as the CPU?"""
+    code = """
+        import torch
+        from ddp.distributed.replicas import bit_sum
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+            for count in (1, 7, 1001, 1 << 20):
+                tensor = torch.randint(-100, 100, (count,)).to(dtype)
+                assert bit_sum(tensor) == bit_sum(tensor.cuda()).cpu(), (dtype, count)
+        print("equal")
+    """
+    assert project.run("-c", "\n".join(line[8:] for line in code.splitlines())) == "equal\n"
+    answer("yes, for four dtypes and four sizes")
+
+
+@pytest.mark.needs_gpu
+def test_gradients_twice(project: Project, tmp_path: Path, answer: Answer) -> None:
+    """Does --guard compute the same gradients twice?"""
+    given = (*FAST, "--max-steps", 30, "--deterministic", "--precision", "bf16", "--guard", 5, "--output-dir")
+    project.train(*given, tmp_path / "out")
+    answer("yes: 6 of 30 steps in bf16, with --deterministic")
+
+
+SLOW_RANK = """
+import torch
+import ddp.training.rank_speeds
+ddp.training.rank_speeds.INTERVAL_S = 1.0
+_build = build_model
+def build_model(*arguments):
+    model = _build(*arguments)
+    model.fc1.register_forward_pre_hook(sleep)
+    return model
+def sleep(*_):
+    if torch.distributed.get_rank() == 1:
+        torch.cuda._sleep(200_000_000)  # about 0.1 s of the GPU
+"""
+
+
+@pytest.mark.needs_gpu
+def test_a_slow_rank(project: Project, tmp_path: Path, answer: Answer) -> None:
+    """Is a rank named whose forward pass is slow on the GPU?"""
+    project.edit(SLOW_RANK)
+    given = (*FAST, "--nproc", 2, "--backend", "gloo", "--max-steps", 60, "--output-dir")
+    output = project.train(*given, tmp_path / "out")
+    found = re.findall(r"rank 1 .* x as slow as the others: in the forward pass \(.*\)", output)
+    assert len(found) == 1, output
+    answer(f"yes: {found[0]}")
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("model", ["resnet50", "vit_b_16"])
+def test_mfu(project: Project, tmp_path: Path, model: str, answer: Answer) -> None:
+    """Which part of the GPU's FLOP/s does a model use?"""
+    given = ("--model", model, "--image-size", 224, "--batch-size", 128, "--precision", "bf16", "--channels-last")
+    project.train(*given, "--max-steps", 60, "--log-every", 20, "--output-dir", tmp_path / "out", timeout=240)
+    line = lines(tmp_path / "out", "train")[-1]
+    if "mfu" not in line:
+        pytest.skip("the peak of this GPU is not in ddp/training/flops.py")
+    assert 0.02 < line["mfu"] < 1
+    answer(f"{model}, bf16, batch 128: {line['mfu']:.1%} MFU, {line['samples_per_s']:,.0f} images/s")
 
 
 # ---- what is there, and how fast ------------------------------------------------------------------------------------

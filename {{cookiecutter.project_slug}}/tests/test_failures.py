@@ -72,6 +72,19 @@ def test_a_rank_that_fails_ends_all_with_one_cause_and_one_code(how: str, tmp_pa
     assert (found["state"], found["exit_code"], found["saved"]) == ("failed", codes[0], 4)
 
 
+class TensorOfABrokenGpu:
+    def __del__(self) -> None:
+        os.abort()
+
+
+def test_a_rank_that_fails_frees_nothing_before_it_exits(tmp_path: Path) -> None:
+    def fail_with_tensors(run: Run) -> None:
+        tensor = TensorOfABrokenGpu()
+        raise ValueError(f"a bug of mine: {tensor}")
+
+    assert "a bug of mine" in train(1, *OPTIONS, tmp_path, code=1, after_step=fail_with_tensors)
+
+
 def test_a_second_signal_ends_a_process_that_does_not_reach_the_end_of_its_step(tmp_path: Path) -> None:
     ranks = start(1, *OPTIONS, tmp_path, after_step=lambda run: time.sleep(3600 * (run.state.step == 3)))
     ranks.until(lambda: len(lines(tmp_path, "train")) == 3 if (tmp_path / "metrics.jsonl").exists() else False)

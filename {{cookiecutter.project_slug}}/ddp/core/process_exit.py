@@ -51,6 +51,8 @@ class ProcessExit:
         self.exiting_with: int | None = None  # the exit code, once it is known
         self.signalled = threading.Event()  # set when the launcher signals a process that is already exiting
         self.saved_step: int | None = None  # the step of the last checkpoint on disk
+        # Why this process exits. Keeps what its frames hold: after a fault of the GPU, freeing a tensor aborts.
+        self.error: BaseException | None = None
         # Called with (exit code, message) before an immediate exit, so that the run can record it.
         self.on_hard_exit: Callable[[int, str], None] = lambda code, message: None
         # Tells the other ranks about an error, or learns that another rank failed first. Returns the root cause.

@@ -70,6 +70,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     try:
         main(config, env)
     except BaseException as error:
+        process_exit.error = error
         return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
     return process_exit.succeed()
 

@@ -41,6 +41,8 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
     if config.shard and tuple(map(int, torch.__version__.split(".")[:2])) < SHARD_NEEDS:
         raise UsageError(f"--shard needs torch {'.'.join(map(str, SHARD_NEEDS))} or newer: this is {torch.__version__}")
+    if config.shard and gpu and config.backend == "gloo":  # torch's all-gather of a DTensor: a segmentation fault
+        raise UsageError("--shard on GPUs needs NCCL: remove --backend gloo and start one process per GPU")
     if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
         language, variable, *names = ("C", "CC", "gcc", "clang") if gpu else ("C++", "CXX", "g++")
         tried = [os.environ[variable]] if variable in os.environ else names
