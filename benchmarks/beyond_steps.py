@@ -46,7 +46,7 @@ from timed import accept  # noqa: E402
 
 from config import Config  # noqa: E402
 from data import load_datasets  # noqa: E402
-from ddp.checkpoint.manager import BackgroundWriter  # noqa: E402
+from ddp.checkpoint.manager import BackgroundJob  # noqa: E402
 from ddp.data.loader import EvalLoader, TrainLoader  # noqa: E402
 from ddp.distributed.process_group import DistContext  # noqa: E402
 from ddp.distributed.rank_env import RankEnv  # noqa: E402
@@ -271,10 +271,10 @@ class Watch:
     def __init__(self, every: int, saves: int, rank: int, file: Path) -> None:
         self.every, self.last, self.rank, self.file = every, every * (saves + 1), rank, file
         self.noted: dict[str, list[Any]] = {"steps": [], "saves": [], "writes": [], "copies": []}
-        save, start = Run.save, BackgroundWriter.start
+        save, start = Run.save, BackgroundJob.start
         Run.save = self.timed("saves", save)  # type: ignore[method-assign]
         timed_start = lambda writer, job: start(writer, self.timed("writes", job))  # noqa: E731
-        BackgroundWriter.start = timed_start  # type: ignore[assignment, method-assign]
+        BackgroundJob.start = timed_start  # type: ignore[assignment, method-assign]
         register_optimizer_step_post_hook(self.after_step)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -419,6 +419,30 @@ def test_the_ranks_sync_stop_requests_twice_a_second_and_not_after_every_step(mo
     assert MAX_STEPS_BETWEEN_SYNCS <= 100
 
 
+def test_ranks_that_need_long_to_agree_on_a_stop_ask_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more than 64 steps apart, 1,500 of them would be 29 times."""
+
+    def count(ctx: DistContext) -> tuple[list[int], float]:
+        synced: list[int] = []
+        reduce = dist.all_reduce
+
+        def slowly(*arguments: Any, **named: Any) -> Any:
+            synced.append(passed)
+            time.sleep(0.01)
+            return reduce(*arguments, **named)
+
+        monkeypatch.setattr(dist, "all_reduce", slowly)
+        stop_sync = StopSync()
+        for passed in range(1500):  # noqa: B007  read by `slowly`
+            time.sleep(0.0005)
+            assert stop_sync.maybe_sync() is None
+        return synced, stop_sync.interval_s
+
+    (first, interval_s), (second, other_s) = on_ranks(2, count)
+    assert first == second and interval_s == other_s > 2, "an answer takes 10 ms, a part of MAX_COST of 2 s"
+    assert len(first) <= 12, first
+
+
 class SlowMark(Mark):
     """A point in the work of a GPU that takes its time."""
 

@@ -38,6 +38,13 @@ from processes import Ranks, on_ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
 
 pytestmark = pytest.mark.slow
+MB = 1 << 20
+
+
+def private_mb() -> float:
+    """The memory of this process that is not a file's."""
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Private_Dirty"].split()[0]) / 1024
 
 
 def wait_for(path: Path, ranks: Ranks) -> None:
@@ -567,6 +574,54 @@ def test_a_checkpoint_of_a_version_that_stored_the_generators_resumes(small: Non
     assert "at step 2" in train(2, *options, tmp_path / "old")
     assert "random" not in checkpoint.read(newest(tmp_path / "old"))
     assert weights_and_momentum(tmp_path / "old") == weights_and_momentum(tmp_path / "whole")
+
+
+def test_reading_a_checkpoint_may_take_longer_than_the_timeout(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--dataset", "synthetic", "--timeout", 2, "--output-dir", tmp_path, "--max-steps"]
+    train(2, *given, 2)
+    verify = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", lambda path: time.sleep(7) or verify(path))
+    assert "resuming from" in train(2, *given, 4)
+
+
+class Weights:
+    """A part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(MB * 32, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.numbers.copy_(state["numbers"])
+
+
+def test_a_rank_that_resumes_needs_memory_for_one_part_more_and_not_for_all(tmp_path: Path) -> None:
+    def peak(ctx: DistContext) -> float:
+        parts = {f"part_{number}": Weights() for number in range(8)}
+        for number, part in enumerate(parts.values(), start=1):
+            part.numbers.fill_(number)
+        content = {name: part.state_dict() for name, part in parts.items()}
+        if ctx.rank == 0:
+            checkpoint.write(tmp_path / "all.pt", {"format": checkpoint.FORMAT, **content})
+        for part in parts.values():
+            part.numbers.zero_()
+        rest = private_mb()
+        peaks = []
+        content, receive = checkpoint.read_on_main(ctx, lambda: checkpoint.read(tmp_path / "all.pt"), later=parts)
+        assert content["part_0"] is None
+        for number, (name, part) in enumerate(parts.items(), start=1):
+            state = receive(name)
+            peaks.append(private_mb() - rest)
+            part.load_state_dict(state)
+            assert part.numbers.unique().tolist() == [number]
+        return max(peaks)
+
+    peaks = on_ranks(2, peak)
+    assert peaks[0] < 16 and peaks[1] < 80, f"{peaks} MB: rank 0 reads a mapped file; rank 1 holds two of eight parts"
 
 
 def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.state import TrainState, digest, find_non_finite, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
-from ddp.core.background import BackgroundWriter
+from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files, read_status
 from ddp.core.ledger import Ledger
@@ -41,10 +41,11 @@ class CheckpointManager:
         self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
-        self.writer = BackgroundWriter("checkpoint writer")
+        self.writer = BackgroundJob("checkpoint writer")
         self.mirror = Mirror(config) if config.mirror else None  # used on rank 0
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.sharded: dict[Any, torch.Tensor] = {}  # with --shard: weights, by the keys that lead to them and by shape
+        self.devices: dict[Any, torch.device] = {}  # of the tensors in the state, by the keys that lead to them
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
         self.received: list[int] = []  # and that of the rows that this rank has received
         self.ledger = Ledger()
@@ -150,15 +151,17 @@ class CheckpointManager:
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(states)) for name in each]
-        self.sharded = {keys: part for keys, part in named_leaves(states) if is_sharded(part)}
+        tensors = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
+        self.devices = {keys: part.device for keys, part in tensors.items()}
+        self.sharded = {keys: part for keys, part in tensors.items() if is_sharded(part)}
         self.sharded |= {part.shape: part for part in self.sharded.values()}
         self.data_s = lambda: train_loader.wait_s
         status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
-        content = read_on_main(self.ctx, partial(self._find, states), self._keep)
+        content, receive = read_on_main(self.ctx, partial(self._find, states), self._keep, later=self.state)
         if content:
             train_loader.keep_order(content.get("dataset", {}))
             self.facts["dataset"] |= train_loader.order_facts()
-            self._load(content)
+            self._load(content, receive)
         own = content and Path(content["path"]).parent == self.directory.path
         lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save
         if own or lost:
@@ -170,12 +173,15 @@ class CheckpointManager:
         return self.ledger.record(self.data_s())
 
     def _keep(self, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
-        """With --shard, this rank's rows of a weight, and of the optimizer state of a weight."""
-        example = self.sharded.get(keys)
+        """A copy of `tensor` where it is used: on a GPU, host memory need not hold all of them.
+
+        With --shard, this rank's rows of a weight, and of the optimizer state of a weight.
+        """
+        example, device = self.sharded.get(keys), self.devices.get(keys, torch.device("cpu"))
         if isinstance(self.state.get(keys[0]), torch.optim.Optimizer):
-            example = self.sharded.get(tensor.shape)
+            example, device = self.sharded.get(tensor.shape), self.ctx.device if tensor.dim() else device
         if example is None:
-            return tensor
+            return tensor.to(device, copy=self.ctx.rank == 0)  # there, it is in a file that may be deleted
         rows = shard_like(example, tensor)
         self.received.append(checksum(local(rows)))
         if self.ctx.rank == 0:
@@ -191,9 +197,10 @@ class CheckpointManager:
         if self.train_state.best is None or self.train_state.best_step == self.train_state.step:
             return None
         self.wait()
-        if not (content := read_on_main(self.ctx, self._read_best, self._keep)):
+        content, receive = read_on_main(self.ctx, self._read_best, self._keep, later=self.state)
+        if not content:
             return None
-        self._load_parts(content, for_training=False)
+        self._load_parts(content, receive, for_training=False)
         return TrainState.of(content)
 
     def _read_best(self) -> dict[str, Any]:
@@ -240,12 +247,12 @@ class CheckpointManager:
             content["started_from"] = os.path.realpath(path)
         return content
 
-    def _load(self, content: Mapping[str, Any]) -> None:
+    def _load(self, content: Mapping[str, Any], receive: Callable[[str], Any]) -> None:
         vars(self.train_state).update(vars(TrainState.of(content)))
         if Path(content["path"]).parent == self.directory.path:
             self.last_step = self.train_state.step
             self._report_saved(self.last_step)
-        self._load_parts(content, for_training=not self.config.evaluate)
+        self._load_parts(content, receive, for_training=not self.config.evaluate)
         if self.config.evaluate:
             return
         self.facts["started_from"] = content["started_from"]
@@ -256,12 +263,15 @@ class CheckpointManager:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
         self.ctx.on_main(self.writer.start, self.directory.prune)  # a crash may have prevented it after the last save
 
-    def _load_parts(self, content: Mapping[str, Any], *, for_training: bool) -> None:
+    def _load_parts(self, content: Mapping[str, Any], receive: Callable[[str], Any], *, for_training: bool) -> None:
         for name, part in self.state.items():
             if not for_training and isinstance(part, torch.optim.Optimizer | torch.amp.GradScaler):
                 continue  # not evaluated, and its options may differ
+            if name not in content:
+                raise CheckpointError(f"cannot load {content['path']}: it has no {name}")
+            state = receive(name)
             try:
-                part.load_state_dict(content[name])
+                part.load_state_dict(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp.checkpoint.storage import BLOCK, NAME, CheckpointDirectory, InvalidCheckpoint, step_of, verify
-from ddp.core.background import BackgroundWriter
+from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
 from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
 from ddp.core.options import flag_of
@@ -49,7 +49,7 @@ class Mirror:
         self.step: int | None = None  # that of the newest one in the mirror
         self.sent: dict[str, Any] = {}  # by name: the `version` of the file that is there
         self.unusable: set[str] = set()  # the names of damaged checkpoints there
-        self.uploader = BackgroundWriter("mirror")
+        self.uploader = BackgroundJob("mirror")
         self.progress = 0.0  # when the upload has sent something
         self.failed = 0.0  # when the last failed upload started
         self.ending = 0.0  # when the run started to wait for its last upload
@@ -156,7 +156,7 @@ class Mirror:
         self.wanted = step
         if self._is_stuck():
             self._warn(TimeoutError(f"nothing was sent for {STUCK_S:.0f} s"))
-            self.uploader = BackgroundWriter("mirror")  # the old one may never return
+            self.uploader = BackgroundJob("mirror")  # the old one may never return
         if not self._is_there() and self.uploader.done.is_set():
             self.progress = time.monotonic()
             self.uploader.start(self._upload_newest)
@@ -292,7 +292,7 @@ class Mirror:
     def _reach(self, action: Callable[[], Result]) -> Result:
         """The result of `action`, which needs the store. Raises SetupError if that fails, or takes too long."""
         results: list[Result] = []
-        thread, timeout = BackgroundWriter("mirror"), min(ANSWER_TIMEOUT_S, self.config.timeout / 2)
+        thread, timeout = BackgroundJob("mirror"), min(ANSWER_TIMEOUT_S, self.config.timeout / 2)
         with self._reachable():
             thread.start(lambda: results.append(action()))
             if not thread.finish(timeout):

@@ -112,7 +112,8 @@ def init_weights(
         like = own.get(keys[0], tensor)
         return shard_like(like, tensor) if is_sharded(like) and like.shape == tensor.shape else tensor
 
-    loaded = load_weights(model, read_on_main(ctx, lambda: read_weights(config, name), keep), source)
+    weights, _ = read_on_main(ctx, lambda: read_weights(config, name), keep)
+    loaded = load_weights(model, weights, source)
     _refuse_random_constants(model, loaded, build, config, ctx)
 
 

@@ -17,15 +17,17 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError
 from ddp.core.files import atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.distributed.process_group import KEEP_ALL, DistContext, Keep
 from ddp.distributed.tensors import leaves
@@ -83,10 +85,16 @@ def link(source: Path, path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of `path`, and `path`. All tensors are in host memory. Raises InvalidCheckpoint; runs no code."""
+    """The content of `path`, and `path`. Tensors are mapped: they take memory only where they are read.
+
+    Raises InvalidCheckpoint; runs no code.
+    """
     verify(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError):  # a file system that maps no files
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(path, "it holds more than tensors and plain values, and could run code") from error
     except Exception as error:
@@ -102,7 +110,7 @@ def verify(path: Path) -> None:
     try:
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size - COMMENT_LENGTH
-            for position in range(0, length, BLOCK):
+            for position in progress(range(0, length, BLOCK), f"verifying {path.name}"):
                 digest.update(file.read(min(BLOCK, length - position)))
             comment = file.read()
     except OSError as error:
@@ -236,8 +244,18 @@ class CheckpointDirectory:
                     kept += 1
 
 
-def read_on_main(ctx: DistContext, read: Callable[[], dict[str, Any]], keep: Keep = KEEP_ALL) -> dict[str, Any]:
-    """What `read` returns on rank 0, with tensors in host memory, or its exception. Call on every rank."""
-    content: dict[str, Any] = {}
-    ctx.on_main(lambda: content.update(read()))
-    return ctx.broadcast_tree(content, keep)
+def read_on_main(
+    ctx: DistContext, read: Callable[[], dict[str, Any]], keep: Keep = KEEP_ALL, later: Collection[str] = ()
+) -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """What `read` returns on rank 0, or its exception. Call on every rank.
+
+    keep: makes of each tensor what stays. later: parts that are None in the result, and that a call of the function
+    which is returned with it receives, on every rank. So no rank needs memory for all parts at once.
+    """
+    found: dict[str, Any] = {}
+    reader = BackgroundJob("checkpoint reader")
+    ctx.on_main(reader.start, lambda: found.update(read()))
+    while not ctx.on_main(reader.finish, ctx.monitor.timeout / 4):  # the others would take it for lost
+        pass
+    content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep)
+    return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep)[name]

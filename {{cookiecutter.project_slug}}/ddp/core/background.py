@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 
-class BackgroundWriter:
+class BackgroundJob:
     """Runs one job at a time in a daemon thread, so no exit waits for it. Call `finish` before the next `start`."""
 
     def __init__(self, name: str) -> None:

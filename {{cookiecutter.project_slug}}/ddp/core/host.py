@@ -1,6 +1,7 @@
-"""This machine: its cores, its addresses and interfaces, and the process that listens on a port."""
+"""This machine: its cores, its files, its addresses and interfaces, and the process that listens on a port."""
 
 import os
+import resource
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,13 @@ from pathlib import Path
 def available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allow_many_files() -> None:
+    """Let this process and its children open as many files as the system permits: each connection to a rank is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # without an upper limit, some systems accept no number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def addresses() -> dict[str, str]:

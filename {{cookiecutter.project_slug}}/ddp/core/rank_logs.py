@@ -10,11 +10,13 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
+PROGRESS_AFTER_S = 2.0
 RANK_LOGS_VARIABLE = "DDP_RANK_LOGS"  # launch_node.sh sets it
 
 
@@ -59,6 +61,14 @@ def rank_log_path(output_dir: str | Path, rank: int) -> Path:
 def console(stream: Any) -> Any:
     """`stream` without the log file: for a progress bar."""
     return stream.console if isinstance(stream, _Tee) else stream
+
+
+def progress(items: Sequence[Any], title: str, unit: str = "block") -> Iterator[Any]:
+    """`items`, with a bar on a terminal once they have taken a while."""
+    from tqdm import tqdm  # not needed to check a command line
+
+    about: dict[str, Any] = {"unit": unit, "leave": False, "disable": None, "file": console(sys.stderr)}
+    yield from tqdm(items, desc=title, delay=PROGRESS_AFTER_S, **about)
 
 
 class _Tee:

@@ -12,9 +12,9 @@ import numpy
 import torch
 from filelock import FileLock
 from torch import Tensor
-from tqdm import tqdm
 
 from ddp.core.files import atomic_write
+from ddp.core.rank_logs import progress
 
 
 class FileList(Sequence[tuple[str, int]]):
@@ -70,7 +70,7 @@ def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], File
     def find() -> dict[str, Any]:
         classes, _ = find_classes(folder)
         samples: list[tuple[str, int]] = []
-        for number, name in enumerate(tqdm(classes, f"listing {folder}", unit="class", leave=False, disable=None)):
+        for number, name in enumerate(progress(classes, f"listing {folder}", "class")):
             samples += make_dataset(folder, {name: number}, tuple(extensions))
         return {"classes": classes, **vars(FileList.of(samples))}
 
@@ -83,7 +83,7 @@ def digest_contents(files: FileList) -> str:
 
     def find() -> dict[str, Any]:
         key = hashlib.blake2b(digest_size=8)
-        for name, _ in tqdm(files, desc="looking for changed files", unit="file", leave=False, disable=None):
+        for name, _ in progress(files, "looking for changed files", "file"):
             about = os.stat(name)
             key.update(os.fsencode(f"{name} {about.st_size} {about.st_mtime_ns}\n"))
         return {"key": key.hexdigest()}

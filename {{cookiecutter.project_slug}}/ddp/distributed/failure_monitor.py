@@ -287,7 +287,8 @@ class FailureMonitor:
         """Whether the ranks should have agreed on a stop that was requested here."""
         if stop_signal.reason is None or self.stop_sync.decided:
             return False
-        return time.monotonic() - stop_signal.requested_at > max(RESPONSE_TIMEOUT_S, 3 * self.stop_sync.step_s)
+        longest_s = max(RESPONSE_TIMEOUT_S, 3 * self.stop_sync.step_s, 2 * self.stop_sync.interval_s)
+        return time.monotonic() - stop_signal.requested_at > longest_s
 
     def _gpu_is_stuck(self) -> bool:
         """Whether the GPU has worked on one step for --timeout. It has not if only the program is slow: it may save."""

@@ -1,5 +1,9 @@
-"""All ranks decide together, between two steps, whether to stop. They ask twice a second, not after every step."""
+"""All ranks decide together, between two steps, whether to stop. They ask twice a second, not after every step.
 
+Of many ranks, which need long for an answer, they ask more rarely: it takes at most a part of MAX_COST of the training.
+"""
+
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,6 +17,7 @@ from ddp.distributed.rank_reports import MISMATCH_ADVICE, collective_count, diff
 from ddp.distributed.tensors import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
+MAX_COST = 0.005
 MAX_STEPS_BETWEEN_SYNCS = 64  # in case steps suddenly take much longer
 
 
@@ -39,6 +44,9 @@ class StopSync:
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
+        self.took_s = math.inf  # the last sync, on this rank, which may have waited for others
+        self.cost_s = math.inf  # of a sync: the shortest so far, on the rank that waited least; the same on all ranks
+        self.interval_s = SYNC_INTERVAL_S  # between two of them
         self.trained_s = 0.0  # in all steps of the training so far; the same on all ranks, as is step_s
         self.restart()
 
@@ -60,19 +68,23 @@ class StopSync:
         # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
         # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
         count = collective_count(self.streams.device)
-        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s, count, -count]
-        everyone = torch.tensor(ours, dtype=torch.double)
+        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s, count, -count, -self.took_s]
+        everyone, start = torch.tensor(ours, dtype=torch.double), time.perf_counter()
         dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
-        reason, failed, self.step_s, most, fewest = everyone.tolist()
+        self.took_s = time.perf_counter() - start
+        reason, failed, self.step_s, most, fewest, cost = everyone.tolist()
+        self.cost_s = min(self.cost_s, -cost)
         self.trained_s += self.step_s * self.interval * self.training
         if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])
             found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
             raise CollectiveMismatch(f"{found}: {MISMATCH_ADVICE}")
+        least_s = self.cost_s / MAX_COST if self.cost_s < math.inf else 0.0
+        self.interval_s = max(SYNC_INTERVAL_S, least_s)
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
-        longest = min(MAX_STEPS_BETWEEN_SYNCS, 2 * self.interval)
-        self.steps_left = self.interval = int(min(longest, max(1.0, SYNC_INTERVAL_S / self.step_s)))
+        longest = min(max(MAX_STEPS_BETWEEN_SYNCS, least_s / self.step_s), 2 * self.interval)
+        self.steps_left = self.interval = int(min(longest, max(1.0, self.interval_s / self.step_s)))
         self.since = time.perf_counter()
         self.decided = bool(reason or failed)
         return StopDecision(int(reason) or None, bool(failed)) if self.decided else None

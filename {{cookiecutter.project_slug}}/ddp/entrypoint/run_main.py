@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
 from ddp.core.files import correct_status
+from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_process, process_exit, tell_launcher, translate_exception
 from ddp.core.rank_logs import console
 from ddp.core.run_config import CHECK_VARIABLE, RunConfig, output_dirs
@@ -65,6 +66,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
         process_exit.report_grace_s = 0
     process_exit.resolve_root_cause = lambda error: report_early_failure(error, env)
     _set_up_logging(env.rank)
+    allow_many_files()
     stop_signal.listen(parent)
     tell_launcher("pid", str(os.getpid()))
     try:

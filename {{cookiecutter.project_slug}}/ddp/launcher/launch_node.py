@@ -25,6 +25,7 @@ from ddp.core.errors import (
     report_error,
 )
 from ddp.core.files import correct_status, read_status
+from ddp.core.host import allow_many_files
 from ddp.core.ledger import NOTICED_VARIABLE
 from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
@@ -136,6 +137,7 @@ class NodeAgent(SignalHandler):
         self.pids: list[int] = []  # of the last workers
         self.when = ""  # what Stopped reports; empty while workers run
         self.install()
+        allow_many_files()
         self.options, self.config, self.main_options = options, config, main_options
         self.nodes = list(range(options.max_nodes))  # the ranks of those that run the workers
         self.nproc = options.nproc_per_node or len(gpu_names()) or 1
