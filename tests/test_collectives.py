@@ -23,6 +23,7 @@ import torch.distributed as dist
 from template_copy import small_template
 
 from config import Config
+from ddp.core.errors import numbered
 from ddp.core.files import PROJECT_DIR
 from ddp.core.stacks import call_site, format_stack, is_owner_file, main_stack, waits_for_work
 from ddp.distributed import rank_reports, stop_sync
@@ -35,7 +36,6 @@ from ddp.distributed.rank_reports import (
     describe_wait,
     differences,
     own_report,
-    rank_names,
     recorded_collectives,
 )
 from ddp.entrypoint.run_main import run_as_rank
@@ -404,7 +404,7 @@ def test_the_line_of_the_owner() -> None:
     assert format_stack([Frame(package, 3, "take"), *base[:1]]) == f"  {package}:3 in take", "nothing from before main"
     outer = [Frame(package, 3, "init_distributed"), *base]
     assert format_stack([Frame(elsewhere, 7, "loss"), *outer]) == f"> {elsewhere}:7 in loss", "ends with an own line"
-    assert [rank_names(list(range(count))) for count in (1, 2, 4, 9)] == [
+    assert [numbered("rank", list(range(count))) for count in (1, 2, 4, 9)] == [
         "rank 0",
         "ranks 0 and 1",
         "ranks 0, 1, 2 and 3",

@@ -270,7 +270,7 @@ def test_two_of_three_machines_continue_without_the_third_which_joins_again_when
     assert line in printed and "2 processes (torchrun) on cpu" in printed
     change = "used once, but the results are not bit for bit those of 3; the global batch was 48, is 32, the learning"
     assert f"{change} rate was 48, is 32" in printed
-    assert "node 2: nodes 0, 2 are connected; 1 process here" in nodes[2].output()
+    assert "node 2: nodes 0 and 2 are connected; 1 process here" in nodes[2].output()
     assert "node 0: node 1 joined again: 3 of 3 nodes" in nodes[0].output()
     assert "the global batch was 32, is 48, the learning rate was 32, is 48" in nodes[0].output()
     newest = max((tmp_path / "out" / "checkpoints").glob("step_*.pt"))

@@ -245,12 +245,11 @@ def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], 
     assert "node 2 (gpu2) got no answer from node 0 at 10.77.0.1:29500 within 4 s (Connection refused)" in refused
     nodes = [node(two[0], 0, project, **variables), node(two[1], 2, project, **variables)]
     assert [program.wait(15) for program in nodes] == [3, 3]
-    assert "node 0: waiting for nodes 1, 3 at port 29500 (up to 4 s)" in nodes[0].output()
+    assert "node 0: waiting for nodes 1 and 3 at port 29500 (up to 4 s)" in nodes[0].output()
     last = nodes[0].output().splitlines()[-1]
     assert "only 2 of 4 nodes joined at 10.77.0.1:29500 within 4 s: node 0 (gpu1, 10.77.0.1), node 2 (gpu2" in last
-    assert (
-        "node 2 (gpu2, 10.77.0.2); missing: nodes 1, 3. Run launch_node.sh there with --master-addr 10.77.0.1" in last
-    )
+    remedy = "Run launch_node.sh there with --master-addr 10.77.0.1"
+    assert f"node 2 (gpu2, 10.77.0.2); missing: nodes 1 and 3. {remedy}" in last
     assert nodes[1].output().splitlines()[-1] == last
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import random
+import resource
 import signal
 import socket
 import struct
@@ -19,7 +23,7 @@ import pytest
 from template_copy import TEMPLATE
 
 from ddp.core.errors import PeerLost, SetupError, UserError
-from ddp.core.host import listen
+from ddp.core.host import allow_many_files, listen
 from ddp.launcher import rendezvous
 from ddp.launcher.node_info import NodeInfo
 from ddp.launcher.rendezvous import GREETING, MAX_INFO_BYTES, Endpoint, join_nodes
@@ -250,21 +254,60 @@ def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypat
                 node.result(20)
 
 
-def test_hundreds_of_nodes_join_within_seconds() -> None:
-    """All wait for the last one. Two file descriptors each: a process may often open no more than 1,024."""
-    endpoint, count = free_endpoint(), 400
-    first = in_thread(join, node_info(0, **{"--nnodes": count + 1}), endpoint)
-    shared = {**SHARED, "--nnodes": count + 1}
+def in_process(node: NodeInfo, endpoint: Endpoint, *limits: int) -> Future[list[int]]:
+    """`join` in a process of its own, which may open so many files: now, and at most."""
+
+    def run() -> list[int]:
+        reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            try:
+                writer.send(join(node, endpoint))
+            except UserError as error:
+                writer.send(error)
+            os._exit(0)
+        assert reader.poll(60)
+        os.waitpid(pid, 0)
+        if isinstance(answer := reader.recv(), UserError):
+            raise answer
+        return answer
+
+    return in_thread(run)
+
+
+@fault(42)
+def test_a_thousand_nodes_join_within_seconds_while_two_thousand_strangers_connect() -> None:
+    """A process may often open no more than 1,024 files, unless it raises that limit. All wait for the last node."""
+    assert allow_many_files() > 4000, "the limit of this machine (ulimit -Hn) is too low for this test"
+    endpoint, count = free_endpoint(), 999
+    shared, generator = {**SHARED, "--nnodes": count + 1}, random.Random(0)
+    node_0 = in_process(NodeInfo(0, "gpu1", shared, {}), endpoint, 1024, 4000)
+    connect(endpoint).close()
+    strangers = [connect(endpoint) for _ in range(2000)]
+    for stranger in strangers[::2]:
+        try_to_send(stranger, generator.randbytes(generator.randrange(5000)) + b"\n" * generator.randrange(2))
     start = time.monotonic()
     nodes = [connect(endpoint) for _ in range(count)]
     for rank, node in enumerate(nodes, start=1):
-        node.sendall(line(node_rank=rank, shared=shared))
+        text = line(node_rank=rank, shared=shared)
+        node.sendall(text[:20])  # slowly
+        try_to_send(strangers[2 * rank], text[:1])
+        node.sendall(text[20:])
     answer = json.dumps({"start": True, "nodes": [*range(count + 1)]}).encode() + b"\n"
     for node in nodes:
-        with node, node.makefile("rb") as lines:
-            assert lines.readlines() == [GREETING, answer]
-    first.result(5)
-    assert time.monotonic() - start < 10
+        with node, node.makefile("rb") as received:
+            assert received.readlines() == [GREETING, answer]
+    assert node_0.result(5) == [*range(count + 1)] and time.monotonic() - start < 10
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_too_few_files_for_all_nodes_are_one_line_at_once() -> None:
+    node_0 = in_process(NodeInfo(0, "gpu1", {**SHARED, "--nnodes": 1000}, {}), free_endpoint(), 512, 1024)
+    says = r"^gpu1 may open 1024 files, and each of 1000 nodes needs one: raise the limit there \(ulimit -Hn\)$"
+    with pytest.raises(SetupError, match=says):
+        node_0.result(10)
 
 
 def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
@@ -283,7 +326,9 @@ def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
         return node_info(rank, **{"--nnodes": "2:4", **shared})
 
     two = (node(0), node(2))
-    absent = "node 0: nodes 1, 3 did not join within 1 s: training with 2 of 4 nodes; a node that comes back joins at"
+    absent = (
+        "node 0: nodes 1 and 3 did not join within 1 s: training with 2 of 4 nodes; a node that comes back joins at"
+    )
     for first, restart in ((range(4), False), ((0, 1, 2), True)):  # at the start of a run, and after a loss
         answers, printed = start(first, *two, grace=1.0, restart=restart)
         assert answers == [[0, 2]] * 2 and absent in printed

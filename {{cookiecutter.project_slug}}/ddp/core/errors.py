@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any
@@ -134,6 +134,15 @@ def print_line(line: str, rank: int = 0) -> None:
 def plural(number: int, word: str, ending: str = "s") -> str:
     """`1 process`, `2 processes`."""
     return f"{number} {word}{'' if number == 1 else ending}"
+
+
+def numbered(what: str, numbers: Collection[int]) -> str:
+    """`rank 1`, `ranks 1, 2 and 3`, `ranks 0, 1, 2 and 60 others`; empty without numbers."""
+    texts = [str(number) for number in sorted(numbers)]
+    if len(texts) < 2:
+        return f"{what} {texts[0]}" if texts else ""
+    first, rest = (texts[:3], f"{len(texts) - 3} others") if len(texts) > 4 else (texts[:-1], texts[-1])
+    return f"{what}s {', '.join(first)} and {rest}"
 
 
 def first_few(texts: Sequence[str], limit: int = 6) -> str:

@@ -6,17 +6,24 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+MANY_FILES = 2**20  # where there is no limit
+
 
 def available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def allow_many_files() -> None:
-    """Let this process and its children open as many files as the system permits: each connection to a rank is one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # without an upper limit, some systems accept no number
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def allow_many_files() -> int:
+    """Let this process and its children open as many files as the system permits; each connection is one.
+
+    Returns how many.
+    """
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if most == resource.RLIM_INFINITY else most
+    with suppress(OSError, ValueError):  # macOS permits fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, most), most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def addresses() -> dict[str, str]:

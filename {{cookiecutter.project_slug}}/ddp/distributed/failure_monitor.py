@@ -29,6 +29,7 @@ from ddp.core.errors import (
     UserError,
     exit_code_of,
     failure_record,
+    numbered,
     one_line,
 )
 from ddp.core.process_exit import process_exit
@@ -37,7 +38,7 @@ from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, rank_names, read_key
+from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, read_key
 from ddp.distributed.stop_sync import StopSync
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ Result = TypeVar("Result")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
 FAST_POLL_INTERVAL_S = 0.05  # while it waits for an answer of the others
 RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive; to agree on a stop, unless steps take longer
+OFTEN = 256  # ranks: more of them read the saved step more rarely, so that the store can answer all
 HURRIED_TIMEOUT_S = 1.0  # of a rank after a signal: mpirun kills the ranks 2 s later
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
 EXIT_TIMEOUT_S = 10.0  # to finish without the store; to explain an error, even if the rank that asks is lost as well
@@ -194,10 +196,13 @@ class FailureMonitor:
 
     def _watch(self) -> None:
         """In the thread, as the methods below: watch the ranks. If one fails: exit, unless the main thread notices."""
+        polls = 0
         try:
             while self.found is None and self.state != State.LEAVING:
                 self.reports.respond()
-                self._learn_saved_step()
+                polls += 1
+                if polls % (1 + self.env.world_size // OFTEN) == 0:
+                    self._learn_saved_step()
                 self.found = self.other_failed() or self._explain_wait() or self._find_cause()
                 if self.not_running.wait(POLL_INTERVAL_S):
                     time.sleep(FAST_POLL_INTERVAL_S)
@@ -242,7 +247,7 @@ class FailureMonitor:
         if reports is None or not (broken or stuck or self._stop_is_overdue()):  # the ranks may have agreed meanwhile
             return None
         silent = [rank for rank in self.others if rank not in reports]
-        lost = rank_names([rank for rank in silent if not self.store.check([f"done/{rank}"])])
+        lost = numbered("rank", [rank for rank in silent if not self.store.check([f"done/{rank}"])])
         if stuck and not lost:
             dump_stacks(self.rank)
         if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
@@ -256,8 +261,8 @@ class FailureMonitor:
         if not broken:
             return None
         if silent:
-            return PeerLost(f"{rank_names(silent)} left early")
-        late = rank_names([rank for rank, report in reports.items() if not report.waited_s])
+            return PeerLost(f"{numbered('rank', silent)} left early")
+        late = numbered("rank", [rank for rank, report in reports.items() if not report.waited_s])
         if late and self._timed_out(max(report.waited_s for report in reports.values())):
             return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
         return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")

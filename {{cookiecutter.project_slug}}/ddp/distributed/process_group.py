@@ -1,5 +1,6 @@
 """The process group: create it, use it, destroy it. A single process is a group of one."""
 
+import hashlib
 import logging
 import os
 import pickle
@@ -31,6 +32,7 @@ Result = TypeVar("Result")
 Keep = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 KEEP_ALL: Keep = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
+LAZY_FROM = 256  # ranks: gloo connects a pair of them when it is used, and not all pairs at the start
 NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
 # Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
 # frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
@@ -121,9 +123,17 @@ class DistContext:
         dist.all_gather_object(values, value)
         return values
 
+    def compare(self, value: Any) -> list[Any]:
+        """Empty if `value` is the same on all ranks, which send its digest; else that of every rank.
+
+        Call on every rank.
+        """
+        digests = self.gather(hashlib.sha256(pickle.dumps(value)).digest())
+        return self.gather(value) if len({*digests}) > 1 else []
+
     def check_same(self, values: dict[str, Any]) -> None:
         """Raise SetupError on every rank unless each of `values` is the same on all. Call on every rank."""
-        everyone = self.gather(values)
+        everyone = self.compare(values)
         for rank, theirs in enumerate(everyone):
             only_first = f"{{name}} exists on rank 0 but not on rank {rank}"
             only_second = f"{{name}} exists on rank {rank} but not on rank 0"
@@ -198,6 +208,8 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
     if device.type == "cuda":
         torch.cuda.set_device(device)
     record_collectives()
+    if env.world_size >= LAZY_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     hangs = SetupError(f"rank {env.rank} hangs while it connects to the others over {backend}")
     with stop_signal.watchdog(timeout + HANG_GRACE_S, hangs):
         try:

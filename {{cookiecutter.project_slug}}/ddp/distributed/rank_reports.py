@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ddp.core.errors import numbered
 from ddp.core.stacks import call_site, main_stack
 
 # Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
@@ -193,7 +194,7 @@ def _list_calls(calls: dict[int, Collective]) -> str:
     for rank, (_, operation, tensors, site, _) in calls.items():
         what = f"{operation} of {tensors}" if alike and tensors else operation
         texts[rank] = f"{what} at {site.replace(f' ({operation})', '') or '?'}"
-    return ", but ".join(f"{rank_names(ranks)} called {text}" for text, ranks in _group(texts).items())
+    return ", but ".join(f"{numbered('rank', ranks)} called {text}" for text, ranks in _group(texts).items())
 
 
 def where_ranks_are(reports: Reports) -> str:
@@ -203,7 +204,7 @@ def where_ranks_are(reports: Reports) -> str:
     for (busy, site), ranks in sorted(groups.items(), key=lambda group: group[0][0]):  # those that wait come first
         one, waited_s = len(ranks) == 1, max(reports[rank].waited_s for rank in ranks)
         waited = f"{'has' if one else 'have'} waited {waited_s:.0f} s"
-        parts.append(f"{rank_names(ranks)} {('is' if one else 'are') if busy else waited} at {site}")
+        parts.append(f"{numbered('rank', ranks)} {('is' if one else 'are') if busy else waited} at {site}")
     return "; ".join(parts)
 
 
@@ -219,14 +220,6 @@ def describe_wait(reports: Reports, after_s: float) -> str:
             return ""  # a GPU that has much to do before it: NCCL does not report when the wait began
         reasons.append("the network between them may be down")
     return "; ".join(reasons)
-
-
-def rank_names(ranks: list[int]) -> str:
-    """`rank 1`, `ranks 1, 2 and 3`, `ranks 0, 1, 2 and 60 others`; empty without ranks."""
-    if len(ranks) < 2:
-        return f"rank {ranks[0]}" if ranks else ""
-    first, rest = (ranks[:3], f"{len(ranks) - 3} others") if len(ranks) > 4 else (ranks[:-1], str(ranks[-1]))
-    return f"ranks {', '.join(map(str, first))} and {rest}"
 
 
 def _group(values: dict[int, Any]) -> dict[Any, list[int]]:

@@ -3,7 +3,6 @@
 A flipped bit of a weight, or of the state of an optimizer, stays on its rank: nothing compares the ranks otherwise.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,14 +66,14 @@ def check_replicas(parts: Mapping[str, Any], ctx: DistContext) -> None:
     if ctx.world_size == 1:
         return
     sums = bit_sums(replicated(parts))
-    digests = ctx.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
-    [(most, count), *others] = Counter(digests).most_common()
-    if not others:
+    everyone = ctx.compare(sums)
+    if not everyone:
         return
-    everyone = ctx.gather(sums)
+    states = [str(each) for each in everyone]
+    most, count = Counter(states).most_common()[0]
     names = dict.fromkeys(name for each in everyone for name in each)
     first = next(name for name in names if len({each.get(name) for each in everyone}) > 1)
-    wrong = [rank for rank, digest in enumerate(digests) if digest != most or 2 * count <= ctx.world_size]
+    wrong = [rank for rank, state in enumerate(states) if state != most or 2 * count <= ctx.world_size]
     who = rank_hosts(wrong, ctx) + (" differs from the others" if len(wrong) == 1 else " differ")
     raise Diverged(f"the ranks no longer have the same weights: {who}, first in {first}: {CAUSE}")
 

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -16,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.core.errors import PeerLost, SetupError
+from ddp.core.errors import PeerLost, SetupError, numbered
 from ddp.core.host import is_own_address, listen, own_address, port_owner
 from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.rank_reports import rank_names
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
@@ -155,9 +155,11 @@ def exchange_rank_info(
     if env.rank == 0:
         keys = [f"rank_info/{rank}" for rank in range(env.world_size)]
         _wait_for_keys(store, keys, env, monitor)
-        store.set("rank_infos", json.dumps([json.loads(store.get(key)) for key in keys]))
+        infos = [json.loads(store.get(key)) for key in keys]
+        shared: Any = zlib.compress(json.dumps(infos).encode())  # each rank reads those of all
+        store.set("rank_infos", shared)
     _wait_for_keys(store, ["rank_infos"], env, monitor)
-    everyone = [RankInfo(**info) for info in json.loads(store.get("rank_infos"))]
+    everyone = [RankInfo(**info) for info in json.loads(zlib.decompress(store.get("rank_infos")))]
     if any(info.local_rank < 0 for info in everyone):  # no launcher sets local ranks: number those of each machine
         for rank, info in enumerate(everyone):
             info.local_rank = sum(other.machine == info.machine for other in everyone[:rank])
@@ -172,7 +174,7 @@ def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: Fa
 
     def announce() -> None:
         if env.rank == 0:  # each of many ranks would ask the store for all others
-            log.info("waiting for %s of %s processes", rank_names(missing()), env.world_size)
+            log.info("waiting for %s of %s processes", numbered("rank", missing()), env.world_size)
 
     for _ in _attempts(monitor.timeout, announce):
         if store.check(keys):
@@ -182,5 +184,5 @@ def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: Fa
     absent = missing()
     raise SetupError(
         f"only {env.world_size - len(absent)} of {env.world_size} processes joined at {env.endpoint_text} within "
-        f"{monitor.timeout:g} s (--timeout); missing: {rank_names(absent)}; start all of them"
+        f"{monitor.timeout:g} s (--timeout); missing: {numbered('rank', absent)}; start all of them"
     )

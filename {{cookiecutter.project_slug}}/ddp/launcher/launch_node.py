@@ -19,13 +19,13 @@ from ddp.core.errors import (
     Stopped,
     UsageError,
     UserError,
+    numbered,
     one_line,
     plural,
     print_line,
     report_error,
 )
 from ddp.core.files import correct_status, read_status
-from ddp.core.host import allow_many_files
 from ddp.core.ledger import NOTICED_VARIABLE
 from ddp.core.options import OptionParser, option
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
@@ -39,7 +39,7 @@ from ddp.core.run_config import (
 )
 from ddp.core.signals import SignalHandler
 from ddp.launcher.node_info import describe_node, gpu_names, print_table
-from ddp.launcher.rendezvous import Endpoint, join_nodes, node_names, node_range
+from ddp.launcher.rendezvous import Endpoint, join_nodes, node_range
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
@@ -137,7 +137,6 @@ class NodeAgent(SignalHandler):
         self.pids: list[int] = []  # of the last workers
         self.when = ""  # what Stopped reports; empty while workers run
         self.install()
-        allow_many_files()
         self.options, self.config, self.main_options = options, config, main_options
         self.nodes = list(range(options.max_nodes))  # the ranks of those that run the workers
         self.nproc = options.nproc_per_node or len(gpu_names()) or 1
@@ -203,7 +202,7 @@ class NodeAgent(SignalHandler):
             self.when = ""
         if self.shows_no_progress:
             here, absent = plural(self.nproc, "process", "es"), options.max_nodes - len(self.nodes)
-            who = f"{node_names(self.nodes)} are" if absent else "all nodes are"
+            who = f"{numbered('node', self.nodes)} are" if absent else "all nodes are"
             self._print(f"{who} connected; {here} here; node 0 prints the progress")
 
     def _run_workers(self, restarts_left: int, noticed_at: float = 0.0) -> RunResult:

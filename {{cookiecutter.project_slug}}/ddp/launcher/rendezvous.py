@@ -17,13 +17,24 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UsageError, UserError, one_line, print_line
-from ddp.core.host import addresses, is_loopback, is_own_address, listen, plain, port_owner
+from ddp.core.errors import (
+    ExitCode,
+    PeerLost,
+    SetupError,
+    Stopped,
+    UsageError,
+    UserError,
+    numbered,
+    one_line,
+    print_line,
+)
+from ddp.core.host import addresses, allow_many_files, is_loopback, is_own_address, listen, plain, port_owner
 from ddp.launcher.node_info import NodeInfo, print_table
 
 # Node 0 speaks first: a node that is early, and reaches the torchrun store of a job that ends, sends nothing.
 GREETING = b"ddp rendezvous\n"
 MAX_INFO_BYTES = 2**20
+SPARE_FILES = 100  # that the launcher opens itself
 REPLY_TIMEOUT_S = 3.0  # for a connection, a greeting, a registration; and until waiting is announced
 RETRY_INTERVAL_S, POLL_INTERVAL_S = 0.5, 0.05
 LATE_NODES_GRACE_S = 5.0  # for nodes that try to connect now and then: after a mismatch they hear of it as well
@@ -60,11 +71,6 @@ def node_range(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes: {text!r} must be an integer >= 1, or MIN:MAX, such as 2:4")
     return least, most
-
-
-def node_names(ranks: Collection[int]) -> str:
-    """`node 2`, or `nodes 0, 2`."""
-    return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def join_nodes(info: NodeInfo, endpoint: Endpoint, members: Collection[int]) -> list[int]:
@@ -188,6 +194,9 @@ class RendezvousServer:
         info.address = endpoint.host  # until a node of another machine connects
         self.clients: dict[socket.socket, Client] = {}
         self.mismatch = ""
+        if self.most > (files := allow_many_files()) - SPARE_FILES:
+            problem = f"{info.host} may open {files} files, and each of {self.most} nodes needs one"
+            raise SetupError(f"{problem}: raise the limit there (ulimit -Hn)")
         try:
             self.listener = listen(endpoint.port)
         except OSError as error:
@@ -220,14 +229,14 @@ class RendezvousServer:
             raise
         ranks = [node.node_rank for node in self._nodes()]
         if back := {*ranks} - self.members:
-            print_line(f"node 0: {node_names(back)} joined again: {len(ranks)} of {self.most} nodes")
+            print_line(f"node 0: {numbered('node', back)} joined again: {len(ranks)} of {self.most} nodes")
         self._answer(start=True, nodes=ranks)
         return ranks
 
     def _wait_for_nodes(self) -> None:
         start, announced, grace, port = time.monotonic(), False, self.endpoint.grace, self.endpoint.port
         while (missing := self._missing()) and not self.mismatch:
-            waited, joined, who = time.monotonic() - start, self.most - len(missing), node_names(missing)
+            waited, joined, who = time.monotonic() - start, self.most - len(missing), numbered("node", missing)
             if joined >= self.least and waited > (grace if self.members & missing else LATE_NODES_GRACE_S):
                 if self.members & missing:
                     line = f"{who} did not join within {grace:g} s: training with {joined} of {self.most} nodes"

@@ -114,7 +114,7 @@ def _check_weights(model: nn.Module) -> None:
 def _compare_built(model: nn.Module, ctx: DistContext) -> None:
     """Raise UsageError unless all ranks have built the same weights. DDP would send those of rank 0 to all others."""
     ours = {name: checksum(each) for name, each in chain(model.named_parameters(), model.named_buffers())}
-    everyone = ctx.gather(ours)
+    everyone = ctx.compare(ours)
     for rank, theirs in enumerate(everyone):
         if other := differences(everyone[0], theirs, "{name}"):
             remedy = "draw random numbers from the global generators of torch, numpy and Python"

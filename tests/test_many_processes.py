@@ -1,0 +1,61 @@
+"""64 processes of this machine connect over gloo, agree to stop, save, resume, and notice that one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outputs import checkpoints, lines
+
+import data
+from ddp.distributed import process_group
+from processes import Ranks, start
+
+COUNT = 64
+
+
+def start_training(output_dir: Path) -> Ranks:
+    given = ["--dataset", "synthetic", "--batch-size", 1, "--epochs", 50, "--log-every", 1, "--output-dir", output_dir]
+    return start(COUNT, *given, "--timeout", 300)
+
+
+def wait_for_steps(ranks: Ranks, output_dir: Path, count: int) -> None:
+    """Until that many steps are logged."""
+
+    def done() -> Any:
+        return (output_dir / "metrics.jsonl").exists() and len(lines(output_dir, "train")) >= count
+
+    ranks.until(done, 400)
+
+
+def open_files(ranks: Ranks) -> int:
+    """Of one rank in the middle."""
+    return len(os.listdir(f"/proc/{ranks.pids[COUNT // 2]}/fd"))
+
+
+@pytest.mark.slow
+def test_64_processes_stop_together_and_resume_and_notice_a_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 6400, "val": 64})
+    ranks = start_training(tmp_path)
+    wait_for_steps(ranks, tmp_path, 2)
+    connected = open_files(ranks)
+    os.kill(ranks.pids[-1], signal.SIGTERM)
+    assert ranks.wait(200) == [75] * COUNT, ranks.output(0)
+    (saved,) = checkpoints(tmp_path)
+    step = int(saved.removeprefix("step_").removesuffix(".pt"))
+
+    monkeypatch.setattr(process_group, "LAZY_FROM", COUNT)
+    ranks = start_training(tmp_path)
+    wait_for_steps(ranks, tmp_path, step + 2)
+    assert [line["step"] for line in lines(tmp_path, "train")] == [*range(1, len(lines(tmp_path, "train")) + 1)]
+    assert f"{saved}, at step {step}" in ranks.output(0)
+    assert open_files(ranks) < connected / 2, "a pair of ranks connects when it has something to send"
+    os.kill(ranks.pids[40], signal.SIGKILL)
+    codes = ranks.wait(200)
+    assert codes == [8] * 40 + [-9] + [8] * (COUNT - 41), ranks.output(0)
+    assert "was lost" in ranks.output(0) or "were lost" in ranks.output(0)  # others may respond too late, on two cores
