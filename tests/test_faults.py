@@ -40,8 +40,8 @@ from ddp.core.signals import LAUNCHER_GONE, stop_signal
 from ddp.distributed import failure_monitor, process_group, rank_reports
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv, find_rank_env
-from ddp.distributed.rank_reports import Collective, RankReports, Report, backend_of
-from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync
+from ddp.distributed.rank_reports import Collective, RankReports, Report, backend_of, collective_count
+from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync, largest
 from ddp.distributed.tensors import CpuStreams, Mark
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.run import Run
@@ -417,6 +417,22 @@ def test_the_ranks_sync_stop_requests_twice_a_second_and_not_after_every_step(mo
     assert first == second, "the ranks do not sync after the same steps"
     assert 3 <= len(first) <= 8, f"60 steps of 20 ms on the slower rank are 1.2 s: synced after {first}"
     assert MAX_STEPS_BETWEEN_SYNCS <= 100
+
+
+@pytest.mark.parametrize("many", [2, 100])
+def test_all_ranks_learn_the_largest_number(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "MANY_RANKS", many)
+
+    def learn(ctx: DistContext) -> list[list[float]]:
+        here = ctx.world_size - ctx.rank
+        values = [[float(here), -float(here), float(ctx.rank == place)] for place in range(ctx.world_size)]
+        before = collective_count()
+        found = [largest(torch.tensor(each, dtype=torch.double), ctx.stop_sync.tree).tolist() for each in values]
+        assert len({*ctx.gather(collective_count() - before)}) == 1, "a message counts as a collective"
+        return found
+
+    for count in (2, 3, 6, 7):
+        assert on_ranks(count, learn) == [[[count, -1.0, 1.0]] * count] * count
 
 
 def test_ranks_that_need_long_to_agree_on_a_stop_ask_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

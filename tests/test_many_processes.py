@@ -49,7 +49,7 @@ def test_64_processes_stop_together_and_resume_and_notice_a_lost_one(
     (saved,) = checkpoints(tmp_path)
     step = int(saved.removeprefix("step_").removesuffix(".pt"))
 
-    monkeypatch.setattr(process_group, "LAZY_FROM", COUNT)
+    monkeypatch.setattr(process_group, "MANY_RANKS", COUNT)
     ranks = start_training(tmp_path)
     wait_for_steps(ranks, tmp_path, step + 2)
     assert [line["step"] for line in lines(tmp_path, "train")] == [*range(1, len(lines(tmp_path, "train")) + 1)]

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Keep = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 KEEP_ALL: Keep = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
-LAZY_FROM = 256  # ranks: gloo connects a pair of them when it is used, and not all pairs at the start
+MANY_RANKS = 256  # from here on, gloo connects two of them when they need it, and not all pairs at the start
 NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
 # Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
 # frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
@@ -187,7 +187,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
-        monitor.stop_sync = stop_sync = StopSync(streams)
+        tree = dist.new_group(backend="gloo") if env.world_size >= MANY_RANKS else None
+        monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         work, hosts = Work(streams.stopwatch()), [info.host for info in infos]
         yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, work, hosts)
@@ -208,7 +209,7 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
     if device.type == "cuda":
         torch.cuda.set_device(device)
     record_collectives()
-    if env.world_size >= LAZY_FROM:
+    if env.world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     hangs = SetupError(f"rank {env.rank} hangs while it connects to the others over {backend}")
     with stop_signal.watchdog(timeout + HANG_GRACE_S, hangs):
