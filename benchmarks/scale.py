@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,7 +317,8 @@ def weights(sizes_mb: list[int], device: str, folder: Path) -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     for size_mb in sizes_mb:
         place = folder / f"state {size_mb}"
-        first, *others = on_ranks(2, lambda ctx: save_and_resume(size_mb, device, place, ctx))  # noqa: B023
+        work = partial(save_and_resume, size_mb, device, place)
+        first, *others = on_ranks(2, work, "--device", device, "--backend", "gloo")
         other = [max(each) for each in zip(*others, strict=True)]
         cells = [f"{size_mb / 1024:.2g} GB", *(f"{mb:,.0f} MB" for mb in (first[0], other[0], first[1], other[1]))]
         print("| " + " | ".join([*cells, *(f"{seconds:.2f} s" for seconds in first[2:])]) + " |", flush=True)

@@ -27,7 +27,7 @@ from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.replicas import check_replicas
 from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
-from ddp.distributed.tensors import Mark, named_leaves
+from ddp.distributed.tensors import Mark, map_tensors, named_leaves
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
@@ -44,8 +44,6 @@ class CheckpointManager:
         self.writer = BackgroundJob("checkpoint writer")
         self.mirror = Mirror(config) if config.mirror else None  # used on rank 0
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
-        self.sharded: dict[Any, torch.Tensor] = {}  # with --shard: weights, by the keys that lead to them and by shape
-        self.devices: dict[Any, torch.device] = {}  # of the tensors in the state, by the keys that lead to them
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
         self.received: list[int] = []  # and that of the rows that this rank has received
         self.ledger = Ledger()
@@ -151,13 +149,11 @@ class CheckpointManager:
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(states)) for name in each]
-        tensors = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
-        self.devices = {keys: part.device for keys, part in tensors.items()}
-        self.sharded = {keys: part for keys, part in tensors.items() if is_sharded(part)}
-        self.sharded |= {part.shape: part for part in self.sharded.values()}
         self.data_s = lambda: train_loader.wait_s
         status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
-        content, receive = read_on_main(self.ctx, partial(self._find, states), self._keep, later=self.state)
+        shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
+        content, receive = self._read_on_main(partial(self._find, shapes), states)
+        del states  # a part may replace its tensors
         if content:
             train_loader.keep_order(content.get("dataset", {}))
             self.facts["dataset"] |= train_loader.order_facts()
@@ -172,17 +168,31 @@ class CheckpointManager:
         """Where the time of the run went so far."""
         return self.ledger.record(self.data_s())
 
-    def _keep(self, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` where it is used: on a GPU, host memory need not hold all of them.
+    def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
+        """Its two results, with each tensor of a module in the place that it has in `states`."""
+        plain = [name for name, part in self.state.items() if has_plain_state(part)]
+        targets: dict[Any, Any] = {
+            keys: part
+            for keys, part in named_leaves(states)
+            if isinstance(part, torch.Tensor) and (keys[0] in plain or is_sharded(part))
+        }
+        # The optimizer has no state yet, which will have the shapes of weights.
+        targets |= {part.shape: part for part in [*targets.values()] if is_sharded(part)}
+        return read_on_main(self.ctx, read, partial(self._keep, targets), later=self.state)
 
-        With --shard, this rank's rows of a weight, and of the optimizer state of a weight.
-        """
-        example, device = self.sharded.get(keys), self.devices.get(keys, torch.device("cpu"))
-        if isinstance(self.state.get(keys[0]), torch.optim.Optimizer):
-            example, device = self.sharded.get(tensor.shape), self.ctx.device if tensor.dim() else device
-        if example is None:
-            return tensor.to(device, copy=self.ctx.rank == 0)  # there, it is in a file that may be deleted
-        rows = shard_like(example, tensor)
+    def _keep(self, targets: Mapping[Any, Any], keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` where it will be, so that no rank needs memory for a second model."""
+        optimizer = isinstance(self.state.get(keys[0]), torch.optim.Optimizer)
+        target = targets.get(tensor.shape if optimizer else keys)
+        if target is not None and is_sharded(target):
+            return self._keep_rows(target, tensor)
+        if target is not None and (target.shape, target.dtype) == (tensor.shape, tensor.dtype):
+            return target.copy_(tensor)  # type: ignore[no-any-return]
+        return tensor.to(self.ctx.device if optimizer and tensor.dim() else "cpu", copy=True)
+
+    def _keep_rows(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """With --shard, this rank's rows of a weight, or of the optimizer state of a weight."""
+        rows = shard_like(like, tensor)
         self.received.append(checksum(local(rows)))
         if self.ctx.rank == 0:
             world_size = self.ctx.world_size
@@ -197,7 +207,7 @@ class CheckpointManager:
         if self.train_state.best is None or self.train_state.best_step == self.train_state.step:
             return None
         self.wait()
-        content, receive = read_on_main(self.ctx, self._read_best, self._keep, later=self.state)
+        content, receive = self._read_on_main(self._read_best, self._states())
         if not content:
             return None
         self._load_parts(content, receive, for_training=False)
@@ -275,6 +285,11 @@ class CheckpointManager:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
+
+
+def has_plain_state(part: Any) -> bool:
+    """Whether `part` is a module whose load_state_dict only copies into the tensors of its state_dict."""
+    return getattr(type(part), "load_state_dict", None) is torch.nn.Module.load_state_dict
 
 
 def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

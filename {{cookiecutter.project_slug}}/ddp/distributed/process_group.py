@@ -187,7 +187,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
-        tree = dist.new_group(backend="gloo") if env.world_size >= MANY_RANKS else None
+        tree: Any = dist.new_group(backend="gloo") if env.world_size >= MANY_RANKS else None
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         work, hosts = Work(streams.stopwatch()), [info.host for info in infos]
