@@ -465,6 +465,30 @@ def test_waiting_for_data(project: Project, tmp_path: Path, answer: Answer) -> N
     answer(f"{found[0]} with data in memory; {found[1]} with a worker (ToyModel, batch 64)")
 
 
+@pytest.mark.needs_gpu
+def test_data_path(project: Project, answer: Answer) -> None:
+    """How long do augment and prepare take for a batch of 128 images that are on the GPU?"""
+    code = """
+        import time, torch, data
+        from config import Config
+        train_set, *_ = data.load_datasets(Config.parse(["--dataset=synthetic"]))
+        train_set.images, train_set._copies = train_set.images.cuda(), None
+        batch = [part.cuda() for part in train_set.__getitems__(list(range(128)))]
+        found = []
+        for part in (lambda: train_set.augment(batch, 3), lambda: train_set.prepare(batch)):
+            part()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(100):
+                part()
+            issued = time.perf_counter() - start
+            torch.cuda.synchronize()
+            found += [10 * (time.perf_counter() - start), 10 * issued]
+        print("augment {:.2f} ms, of the program {:.2f}; prepare {:.2f}, of the program {:.2f}".format(*found))
+    """
+    answer(project.run("-c", "\n".join(line[8:] for line in code.splitlines())).strip())
+
+
 def test_benchmark(project: Project, tmp_path: Path, answer: Answer) -> None:
     """Does benchmark.py run?"""
     quick = ("--seconds", 0.3, "--repeats", 1, "--output", tmp_path / "bench")
