@@ -113,11 +113,17 @@ def files_of_torchvision(n: int) -> Any:
 
 
 def files_here(n: int) -> Any:
-    """This project's, in a process that finds the list which another one of its machine has made."""
+    """This project's, in the process that lists them."""
     from ddp.data.file_list import list_files
 
     samples = list_files(folder_of(n), (".jpg",))[1]
     return samples, [samples[index] for index in range(0, n, max(1, n // BATCH))]
+
+
+def files_of_others(n: int) -> Any:
+    """This project's, in another process of the machine, which waits for it."""
+    time.sleep(0.01)  # the first process has begun
+    return files_here(n)
 
 
 Law = Callable[[int], Any]
@@ -126,6 +132,7 @@ LAWS: dict[str, tuple[Law, list[int]]] = {
     "order, this project": (order_here, [10**6, 10**7, 10**9, 10**12]),
     "files, ImageFolder": (files_of_torchvision, [10**4, 10**5, 3 * 10**5]),
     "files, this project": (files_here, [10**4, 10**5, 3 * 10**5]),
+    "files, this project, other processes": (files_of_others, [10**4, 10**5, 3 * 10**5]),
 }
 
 
@@ -150,6 +157,13 @@ def measure_law(name: str, n: int) -> None:
     law, _ = LAWS[name]
     if name.startswith("order"):
         law(CLASSES)  # what is imported only once
+    if law is files_of_others:  # processes of one run have one parent
+        if os.fork() == 0:
+            files_here(n)
+            os._exit(0)
+        if other := os.fork():
+            os.waitpid(other, 0)
+            return
     with Memory() as memory:
         start = time.perf_counter()
         kept = law(n)
@@ -177,6 +191,33 @@ def samples_and_files(quick: bool) -> dict[str, list[tuple[int, float, float]]]:
     return found
 
 
+def plot(found: dict[str, list[tuple[int, float, float]]], path: Path) -> None:
+    """Draw seconds and MB against n, of this project and of what torch and torchvision have."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(8, 5.2), sharex="col")
+    for column, kind in enumerate(("order", "files")):
+        for row, (unit, wall) in enumerate((("s", WALL_S), ("MB", WALL_MB))):
+            panel = panels[row][column]
+            for name, points in found.items():
+                if name.startswith(kind):
+                    sizes, values = [point[0] for point in points], [max(point[1 + row], 1e-3) for point in points]
+                    colour = "#1f6feb" if name.endswith("this project") else "#9aa4af"
+                    panel.loglog(sizes, values, "o-", color=colour, label=name.partition(", ")[2])
+            panel.axhline(wall, color="black", linewidth=0.8, linestyle=":")
+            panel.set_ylabel(unit)
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[0][column].set_title(f"until the first batch is known: {kind}", fontsize=9)
+        panels[0][column].legend(fontsize=8)
+        panels[1][column].set_xlabel("samples")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def environ() -> dict[str, str]:
     return {**os.environ, "TMPDIR": tempfile.gettempdir(), "OMP_NUM_THREADS": "1"}
 
@@ -185,14 +226,14 @@ def environ() -> dict[str, str]:
 
 
 def measure_agreement(ctx: Any) -> tuple[float, float]:
-    """Seconds: the median of the ranks' medians, and the shortest, after which the ranks choose how often they ask."""
+    """Seconds on the rank that comes last, which waits for none: the median, and what the ranks think that it is."""
     stop_sync, times = ctx.stop_sync, []
-    for _ in range(40):
+    for _ in range(60):
         stop_sync.steps_left = 1
         start = time.perf_counter()
         stop_sync.maybe_sync()
         times.append(time.perf_counter() - start)
-    return statistics.median(ctx.gather(statistics.median(times[10:]))), stop_sync.cost_s
+    return statistics.median(map(min, zip(*ctx.gather(times[10:]), strict=True))), stop_sync.cost_s
 
 
 def store_calls(world_size: int, seconds: float) -> float:
@@ -328,6 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("samples", "processes", "weights"))
+    parser.add_argument("--plot", type=Path, default=HERE.parent / "build/scale.png", metavar="FILE")
     parser.add_argument("--device", default="cpu", help="of the weights")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -337,8 +379,10 @@ def main() -> None:
     if "samples" in chosen:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             tempfile.tempdir = folder
-            samples_and_files(options.quick)
+            found = samples_and_files(options.quick)
             tempfile.tempdir = None
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot(found, options.plot)
     if "processes" in chosen:
         processes(options.quick)
     if "weights" in chosen:

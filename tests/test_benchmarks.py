@@ -229,3 +229,21 @@ def test_the_benchmark_of_recovery_measures_each_kind_of_loss() -> None:
     kinds = ["one of two processes", "torchrun on one of two machines", "one of two machines"]
     assert [re.split(r"[,(]", row[0])[0].strip() for row in rows] == kinds, output
     assert all(0 < float(row[2].split()[0]) < 300 for row in rows), output
+
+
+@pytest.mark.slow
+def test_the_costs_of_scale_are_measured(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        Path(training.__file__).with_name("scale.py"),
+        "--quick",
+        "--plot",
+        tmp_path / "scale.png",
+    ]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| [^|]*\d", line)]
+    assert [row[0] for row in rows if row[0][0].isdigit()] == ["2", "1,024", "8,192", "0.062 GB"], done.stdout
+    cost = {row[0]: float(row[3].rstrip("%")) for row in rows if row[0] in ("2", "1,024", "8,192")}
+    assert 0 < cost["1,024"] <= 0.5 and 0 < cost["8,192"] <= 0.5
+    assert (tmp_path / "scale.png").stat().st_size > 10_000

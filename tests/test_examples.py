@@ -111,6 +111,43 @@ def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
         assert "text.txt is too short: it needs 20 lines" in output and output.count("\n") == 1
 
 
+def test_the_language_model_reads_tokens(tmp_path: Path) -> None:
+    """101,000 sequences, whose order is computed: exact on two processes, and each once on three after two."""
+    project, folder = render("language_model", tmp_path), tmp_path / "tokens"
+    folder.mkdir()
+    tokens = numpy.random.default_rng(0).integers(0, 500, 128 * 101_000 + 1).astype(numpy.uint16)
+    tokens.tofile(folder / "train.bin")
+    tokens[: 128 * 40 + 50].tofile(folder / "val.bin")
+    options = ["--dataset", "tokens", "--data-dir", folder, "--vocabulary", 500, "--width", 32, "--layers", 1]
+    resumes_bit_for_bit(project, tmp_path, *options, "--batch-size", 6)
+    more = ["--device", "cpu", "--output-dir", tmp_path / "parts", "--epochs", 9, "--checkpoint-every", 2]
+    (output,) = train_in(project, [3, *options, *more, "--batch-size", 4, "--max-steps", 9])
+    assert "2 processes wrote this checkpoint" in output and "the global batch is still 12" in output
+    options[5] = 499
+    assert "train.bin has a token 499: raise --vocabulary, now 499" in train(project, *options, code=3)
+    (folder / "val.bin").write_bytes(b"odd")
+    assert "val.bin: Size of available data is not a multiple" in train(project, *options, code=3)
+    (folder / "val.bin").unlink()
+    assert "No such file or directory" in train(project, *options, code=3)
+
+
+def test_a_billion_tokens_are_read_as_fast_as_a_thousand(tmp_path: Path) -> None:
+    data = module("language_model", "data")
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        file.truncate(2 * 10**9)  # zeros that take no space
+        for sequence in (0, 3_906_250, 7_812_498):
+            file.seek(2 * 128 * sequence)
+            file.write(numpy.arange(sequence % 1000, sequence % 1000 + 129).astype(numpy.uint16).tobytes())
+    tokens = data.Tokens(path, 50_304)
+    assert len(tokens) == (10**9 - 1) // 128 == 7_812_499
+    inputs, targets = tokens.__getitems__([7_812_498, 5, 0, 3_906_250])
+    assert inputs[:, 0].tolist() == [498, 0, 0, 250] and targets[:, -1].tolist() == [626, 0, 128, 378]
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and inputs.shape == (4, 128)
+    four_bytes = data.Tokens(path, 100_000)
+    assert len(four_bytes) == (5 * 10**8 - 1) // 128 and four_bytes.tokens.dtype == numpy.uint32
+
+
 def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
     """Its sentences have different lengths, so without loss_terms the training depends on the division."""
     project = render("language_model", tmp_path)

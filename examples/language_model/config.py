@@ -17,11 +17,14 @@ class Config(RunConfig):
 
     dataset: str = data_option(
         "text",
-        "text: all of DATA_DIR/text.txt; synthetic: a small part of it, for tests",
-        choices=("text", "synthetic"),
+        "text: all of DATA_DIR/text.txt; synthetic: a small part of it, for tests; tokens: train.bin and val.bin",
+        choices=("text", "synthetic", "tokens"),
     )
     data_dir: str = path_option(
         "data", "directory of text.txt; without one, this project's own source becomes the text"
+    )
+    vocabulary: int = data_option(
+        50_304, "how many tokens there are; more than 65,536 have 4 bytes each, else 2", min=2
     )
     batch_size: int = data_option(16, "training samples per process and forward pass", min=1, may_change=True)
 
@@ -35,5 +38,7 @@ class Config(RunConfig):
 
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
-        path = Path(self.data_dir) / "text.txt"
-        return f"{path}, {path.stat().st_size:,} characters" if path.exists() else f"{path}: will be created"
+        path, unit = Path(self.data_dir) / "text.txt", "characters"
+        if self.dataset == "tokens":
+            path, unit = path.with_name("train.bin"), "bytes"
+        return f"{path}, {path.stat().st_size:,} {unit}" if path.exists() else f"{path}: not there yet"

@@ -1,6 +1,7 @@
-"""The lines of a text file. Edit me: main.py needs load_datasets."""
+"""The lines of a text file, or files of tokens. Edit me: main.py needs load_datasets."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -12,7 +13,7 @@ from ddp.core.errors import SetupError
 from ddp.core.files import atomic_write
 from ddp.data.dataset import IGNORED_LABEL, BatchDataset, Datasets
 
-CONTEXT = 128  # characters that the model sees: a longer line becomes several samples
+CONTEXT = 128  # characters or tokens that the model sees: a longer line becomes several samples
 VAL_PART = TEST_PART = 0.05  # of the samples, at the end of the text
 SYNTHETIC_SIZES = {"train": 1_600, "val": 100, "test": 50}  # samples of --dataset synthetic, from the same text
 
@@ -42,11 +43,52 @@ class Text(BatchDataset):
         return characters[:, :-1].masked_fill(padding, 0), characters[:, 1:].masked_fill(padding, IGNORED_LABEL)
 
 
+class Tokens(BatchDataset):
+    """Sequences of a file of token numbers, which is mapped into memory: token i x CONTEXT is the first of sequence i.
+
+    A batch is inputs [b, CONTEXT] and targets [b, CONTEXT], which are the same tokens one later. The last target of a
+    sequence is the first input of the next one. Tokens at the end that fill no sequence are not used.
+    """
+
+    name = "tokens"
+    in_memory = True  # False: DataLoader workers read, which helps where the file is slow and not in memory
+
+    def __init__(self, path: Path, vocabulary: int) -> None:
+        self.path, self.characters, self.context = path, vocabulary, CONTEXT
+        self.tokens = numpy.memmap(path, dtype=numpy.uint16 if vocabulary <= 2**16 else numpy.uint32, mode="r")
+        if len(self) < 1:
+            raise ValueError(f"it needs more than {CONTEXT} tokens, and has {len(self.tokens)}")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // CONTEXT
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        starts = CONTEXT * numpy.array(indices, dtype=numpy.int64)[:, None]
+        tokens = torch.from_numpy(self.tokens[starts + numpy.arange(CONTEXT + 1)].astype(numpy.int64))
+        if (largest := int(tokens.max())) >= self.characters:
+            raise SetupError(f"{self.path} has a token {largest}: raise --vocabulary, now {self.characters}")
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def _load_tokens(config: Config) -> Datasets:
+    """DATA_DIR/train.bin and val.bin; and test.bin, if it exists. Raises SetupError."""
+    found: list[Any] = []
+    for name in ("train", "val", "test"):
+        path = Path(config.data_dir) / f"{name}.bin"
+        try:
+            found.append(Tokens(path, config.vocabulary) if name != "test" or path.exists() else None)
+        except (OSError, ValueError) as error:  # ValueError: an empty file, or half of a token
+            raise SetupError(f"cannot read {path}: {error}") from error
+    return Datasets(*found)
+
+
 def load_datasets(config: Config) -> Datasets:
-    """Three parts of --data-dir/text.txt, one after the other; without such a file, of this project's own source.
+    """The files of --dataset tokens; or three parts of text.txt, which becomes this project's source if there is none.
 
     Raises SetupError if the text is too short or cannot be read.
     """
+    if config.dataset == "tokens":
+        return _load_tokens(config)
     path = Path(config.data_dir) / "text.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def allow_many_files() -> int:
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MANY_FILES if most == resource.RLIM_INFINITY else most
-    with suppress(OSError, ValueError):  # macOS permits fewer than it says
+    with suppress(OSError, ValueError):  # macOS permits fewer
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, most), most))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 

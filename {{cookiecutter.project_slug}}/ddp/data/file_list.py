@@ -38,6 +38,13 @@ class FileList(Sequence[tuple[str, int]]):
         targets = torch.tensor([target for _, target in pairs], dtype=torch.int64)
         return cls(every, ends, targets, torch.arange(len(names)))
 
+    @classmethod
+    def join(cls, lists: Sequence["FileList"]) -> "FileList":
+        """One after the other. Each must be whole, and not a part."""
+        names, targets = (torch.cat([getattr(each, name) for each in lists]) for name in ("names", "targets"))
+        lengths = torch.cat([each.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) for each in lists])
+        return cls(names, lengths.cumsum(0), targets, torch.arange(len(targets)))
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -69,10 +76,9 @@ def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], File
 
     def find() -> dict[str, Any]:
         classes, _ = find_classes(folder)
-        samples: list[tuple[str, int]] = []
-        for number, name in enumerate(progress(classes, f"listing {folder}", "class")):
-            samples += make_dataset(folder, {name: number}, tuple(extensions))
-        return {"classes": classes, **vars(FileList.of(samples))}
+        numbered = enumerate(progress(classes, f"listing {folder}", "class"))
+        lists = [FileList.of(make_dataset(folder, {name: number}, tuple(extensions))) for number, name in numbered]
+        return {"classes": classes, **vars(FileList.join(lists))}
 
     found = once_per_machine(f"files {folder.absolute()} {extensions}", find)
     return found.pop("classes"), FileList(**found)

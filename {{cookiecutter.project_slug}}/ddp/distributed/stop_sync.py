@@ -3,7 +3,6 @@
 Of many ranks, which need long for an answer, they ask more rarely: it takes at most a part of MAX_COST of the training.
 """
 
-import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,8 +43,8 @@ class StopSync:
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
-        self.took_s = math.inf  # the last sync, on this rank, which may have waited for others
-        self.cost_s = math.inf  # of a sync: the shortest so far, on the rank that waited least; the same on all ranks
+        self.took_s = 0.0  # the last sync, on this rank, which may have waited for others
+        self.cost_s = 0.0  # of a sync, on the rank that waits least; the same on all ranks
         self.interval_s = SYNC_INTERVAL_S  # between two of them
         self.trained_s = 0.0  # in all steps of the training so far; the same on all ranks, as is step_s
         self.restart()
@@ -72,18 +71,18 @@ class StopSync:
         everyone, start = torch.tensor(ours, dtype=torch.double), time.perf_counter()
         everyone = largest(everyone, self.tree)
         self.took_s = time.perf_counter() - start
-        reason, failed, self.step_s, most, fewest, cost = everyone.tolist()
-        self.cost_s = min(self.cost_s, -cost)
+        reason, failed, self.step_s, most, fewest, least = everyone.tolist()
+        usual = self.cost_s or -least
+        self.cost_s = usual + (min(-least, 2 * usual) - usual) / 8  # one slow answer adds little
         self.trained_s += self.step_s * self.interval * self.training
         if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])
             found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
             raise CollectiveMismatch(f"{found}: {MISMATCH_ADVICE}")
-        least_s = self.cost_s / MAX_COST if self.cost_s < math.inf else 0.0
-        self.interval_s = max(SYNC_INTERVAL_S, least_s)
+        self.interval_s = max(SYNC_INTERVAL_S, self.cost_s / MAX_COST)
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
-        longest = min(max(MAX_STEPS_BETWEEN_SYNCS, least_s / self.step_s), 2 * self.interval)
+        longest = min(max(MAX_STEPS_BETWEEN_SYNCS, self.cost_s / MAX_COST / self.step_s), 2 * self.interval)
         self.steps_left = self.interval = int(min(longest, max(1.0, self.interval_s / self.step_s)))
         self.since = time.perf_counter()
         self.decided = bool(reason or failed)
