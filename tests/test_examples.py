@@ -5,10 +5,12 @@ The project's own tests cover most of this, because they hold for any task. Thes
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import inspect
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +33,8 @@ from images import ImageTransforms
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = ["cifar10_speed", "gan", "language_model", "linear_regression", "voc_segmentation"]
+NAMES = ["cifar10_speed", "gan", "language_model", "linear_regression", "tar_shards", "voc_segmentation"]
+OWN_MODEL = [name for name in NAMES if name not in ("tar_shards", "voc_segmentation")]
 
 
 def readme(name: str) -> str:
@@ -59,7 +62,7 @@ def render(name: str, folder: Path) -> Path:
 def train(project: Path, *options: Any, code: int = 0) -> str:
     """What main.py prints there."""
     output = python(project, "main.py", "--device", "cpu", *options, code=code)
-    assert not re.search("ToyModel|cifar10[-:]", output)
+    assert not re.search("ToyModel|cifar10[-:]", output) or (project / "tests/test_toy_model.py").exists()
     return output
 
 
@@ -146,6 +149,44 @@ def test_a_billion_tokens_are_read_as_fast_as_a_thousand(tmp_path: Path) -> None
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and inputs.shape == (4, 128)
     four_bytes = data.Tokens(path, 100_000)
     assert len(four_bytes) == (5 * 10**8 - 1) // 128 and four_bytes.tokens.dtype == numpy.uint32
+
+
+def test_images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
+    project = render("tar_shards", tmp_path)
+    options = options_of(readme("tar_shards"))
+    resumes_bit_for_bit(project, tmp_path, *options, "--batch-size", 16)
+    more = ("--batch-size", 16, "--epochs", 2, "--output-dir", "learned")
+    (output,) = train_in(project, [2, *options, *more, "--device", "cpu"])
+    assert lines(project / "learned", "val")[-1]["accuracy"] > 0.5, output
+    an_evaluation_by_one_process_is_the_same(project, project / "learned", *options, "--batch-size", 16)
+
+    made, folder = project / "data/synthetic-tar", project / "mine"
+    shutil.copytree(made, folder)
+    train(project, "--data-dir", folder, "--max-steps", 1, "--output-dir", tmp_path / "one")
+    index = folder / "train.index"
+    before = index.read_bytes(), index.stat().st_mtime_ns
+    train(project, "--data-dir", folder, "--max-steps", 1, "--output-dir", tmp_path / "two")
+    assert before == (index.read_bytes(), index.stat().st_mtime_ns), "the index is made once"
+    shutil.copy(folder / "train/000000.tar", folder / "train/more.tar")
+    output = train(project, "--data-dir", folder, "--max-steps", 1, "--output-dir", tmp_path / "three")
+    assert "1,260 training, 100 validation, 50 test samples" in output, "a file that came later"
+
+    def refused(name: str, data: bytes) -> str:
+        (folder / "train/more.tar").write_bytes(data)
+        return train(project, "--data-dir", folder, "--output-dir", tmp_path / f"refused {name}", code=3)
+
+    original = (made / "train/000000.tar").read_bytes()
+    assert "more.tar is no tar file that can be read by place, or is compressed" in refused(
+        "4", gzip.compress(original)
+    )
+    assert "000000 needs an image (jpg, jpeg, png, webp) and a class (cls)" in refused(
+        "5", original.replace(b"png", b"gnp")
+    )
+    at = original.index(b"000007.cls") + 512
+    wrong = original[:at] + b"x" + original[at + 1 :]
+    assert "000007.cls holds b'x', and not the number of a class" in refused("6", wrong)
+    damaged = original.replace(b"IHDR", b"XXXX")
+    assert re.search(r"more\.tar: byte \d+ begins no image that can be read", refused("7", damaged))
 
 
 def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
@@ -398,6 +439,7 @@ def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(t
 def test_an_example_is_three_files_and_a_readme(name: str) -> None:
     assert sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")) == NAMES
     files = {path.name for path in (EXAMPLES / name).iterdir()} - {"__pycache__"}
+    files |= {"model.py"} if name == "tar_shards" else set()  # it keeps that of the project
     assert files - {"main.py"} == {"model.py", "data.py", "config.py", "README.md"}
     assert ("main.py" in files) == (name == "gan"), "several networks and optimizers need another step"
 
@@ -405,8 +447,8 @@ def test_an_example_is_three_files_and_a_readme(name: str) -> None:
 FOREIGN_OPTIONS = [
     *((name, "--dataset", "imagefolder") for name in NAMES),
     *((name, "--cache", "cache") for name in NAMES),
-    *((name, "--model", "resnet18") for name in NAMES if name != "voc_segmentation"),
-    *((name, "--image-size", "64") for name in NAMES if name != "voc_segmentation"),
+    *((name, "--model", "resnet18") for name in OWN_MODEL),
+    *((name, "--image-size", "64") for name in OWN_MODEL),
     ("gan", "--momentum", "0.9"),
     ("language_model", "--momentum", "0.9"),
     ("linear_regression", "--beta1", "0.9"),
