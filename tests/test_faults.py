@@ -554,7 +554,7 @@ def test_the_rank_that_asks_which_ranks_are_lost_may_be_lost_as_well(
 
 def test_one_rank_asks_for_all_even_if_several_do_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    first, second, third = (RankReports(store, rank, 3) for rank in range(3))
+    first, second, third = (RankReports(store, rank, 3, lambda: 0.0) for rank in range(3))
     assert first.ask() and not second.ask(), "the second one has not seen the question when it asks"
     assert set(first.received()) == {0, 1} and not first.complete(), "and responds to the first"
     third.respond()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from outputs import checkpoints, lines
 
 import data
-from ddp.distributed import process_group
+from ddp.distributed import process_group, stop_sync
 from processes import Ranks, start
 
 COUNT = 64
@@ -34,6 +37,23 @@ def wait_for_steps(ranks: Ranks, output_dir: Path, count: int) -> None:
 def open_files(ranks: Ranks) -> int:
     """Of one rank in the middle."""
     return len(os.listdir(f"/proc/{ranks.pids[COUNT // 2]}/fd"))
+
+
+def test_a_rank_that_hangs_in_the_tree_is_noticed(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "MANY_RANKS", 2)
+    count = stop_sync.collective_count
+
+    def hang(*devices: torch.device) -> int:
+        found = count(*devices)
+        if dist.get_rank() == 2 and found > 20:  # in a later step
+            time.sleep(3600)
+        return found
+
+    monkeypatch.setattr(stop_sync, "collective_count", hang)
+    options = ["--dataset", "synthetic", "--epochs", 50, "--timeout", 3, "--output-dir", tmp_path]
+    ranks = start(3, *options)
+    assert ranks.wait(90) == [8] * 3, ranks.output()
+    assert "rank 2 did not respond for 3 s (--timeout)" in ranks.output(0), ranks.output()
 
 
 @pytest.mark.slow

@@ -187,7 +187,8 @@ class CheckpointManager:
         if target is not None and is_sharded(target):
             return self._keep_rows(target, tensor)
         if target is not None and (target.shape, target.dtype) == (tensor.shape, tensor.dtype):
-            return target.copy_(tensor)  # type: ignore[no-any-return]
+            with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
+                return target.copy_(tensor)  # type: ignore[no-any-return]
         return tensor.to(self.ctx.device if optimizer and tensor.dim() else "cpu", copy=True)
 
     def _keep_rows(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

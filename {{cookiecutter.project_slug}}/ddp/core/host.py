@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-MANY_FILES = 2**20  # where there is no limit
+MANY_FILES = 2**20  # with more, some programs need long to start: they close all that could be open
 
 
 def available_cores() -> int:
@@ -20,9 +20,9 @@ def allow_many_files() -> int:
     Returns how many.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MANY_FILES if most == resource.RLIM_INFINITY else most
+    enough = MANY_FILES if most == resource.RLIM_INFINITY else min(most, MANY_FILES)
     with suppress(OSError, ValueError):  # macOS permits fewer
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, most), most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, enough), most))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

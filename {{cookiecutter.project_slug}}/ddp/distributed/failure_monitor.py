@@ -67,7 +67,7 @@ class FailureMonitor:
     def __init__(self, store: dist.Store, env: RankEnv, timeout: float, warn_after: float = 30.0) -> None:
         self.store, self.env, self.rank, self.timeout, self.warn_after = store, env, env.rank, timeout, warn_after
         self.others = [other for other in range(env.world_size) if other != env.rank]
-        self.reports = RankReports(store, env.rank, env.world_size)
+        self.reports = RankReports(store, env.rank, env.world_size, lambda: self.stop_sync.waited_s())
         self.thread = threading.Thread(target=self._watch, name="failure monitor", daemon=True)
         self.state, self.not_running = State.RUNNING, threading.Event()
         self.found: PeerFailed | PeerLost | None = None  # by the thread: why this rank must exit although it is fine
@@ -277,7 +277,7 @@ class FailureMonitor:
             self.count, self.counted_at, self.next_warning = count, now, now + self.warn_after
         if now >= self.next_warning:
             self.next_warning = now + WARNING_INTERVAL_S
-            if rank_reports.own_report().waited_s >= self.warn_after:
+            if rank_reports.own_report(self.stop_sync.waited_s()).waited_s >= self.warn_after:
                 self.store.set("waits", "yes")
         if self.rank == 0 and read_key(self.store, "waits") and (reports := self._ask()):
             self.store.set("waits", "")

@@ -129,7 +129,8 @@ class DistContext:
         Call on every rank.
         """
         digests = self.gather(hashlib.sha256(pickle.dumps(value)).digest())
-        return self.gather(value) if len({*digests}) > 1 else []
+        everyone = self.gather(value) if len({*digests}) > 1 else []
+        return everyone if any(each != everyone[0] for each in everyone) else []  # one value may have two pickles
 
     def check_same(self, values: dict[str, Any]) -> None:
         """Raise SetupError on every rank unless each of `values` is the same on all. Call on every rank."""
@@ -187,7 +188,9 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
         _create_group(env, store, device, backend, config.timeout)
         streams = streams_of(device)
-        tree: Any = dist.new_group(backend="gloo") if env.world_size >= MANY_RANKS else None
+        tree: Any = None
+        if env.world_size >= MANY_RANKS:
+            tree = dist.new_group(timeout=timedelta(seconds=config.timeout), backend="gloo")
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         work, hosts = Work(streams.stopwatch()), [info.host for info in infos]

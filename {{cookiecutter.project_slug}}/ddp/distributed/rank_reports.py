@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from traceback import FrameSummary
 from typing import Any, NamedTuple
@@ -51,10 +52,13 @@ class Report(NamedTuple):
 Reports = dict[int, Report]  # by rank, in this order
 
 
-def own_report() -> Report:
-    """Of this process, now: the line of the first collective that has not completed, or that of the main thread."""
+def own_report(waited_s: float = 0.0) -> Report:
+    """Of this process, now: the line of the first collective that has not completed, or that of the main thread.
+
+    waited_s: how long that has waited for a message, which is no collective.
+    """
     collectives = recorded_collectives()
-    site, waited_s = next(((each.site, each.waited_s) for each in collectives if each.waited_s), ("", 0.0))
+    site, waited_s = next(((each.site, each.waited_s) for each in collectives if each.waited_s), ("", waited_s))
     return Report(site or call_site(main_stack()), waited_s, collectives)
 
 
@@ -66,8 +70,8 @@ def read_key(store: dist.Store, key: str) -> str:
 class RankReports:
     """This rank's part in questions to all ranks. Only the thread of FailureMonitor asks and responds."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+    def __init__(self, store: dist.Store, rank: int, world_size: int, waited_s: Callable[[], float]) -> None:
+        self.store, self.rank, self.world_size, self.waited_s = store, rank, world_size, waited_s
         self.question, self.asked_at = "", float("-inf")  # the last one that this rank has seen
         self.error: Report | None = None  # where a collective of this rank broke
         self.response: tuple[str, Report | None] = ("", None)
@@ -79,7 +83,7 @@ class RankReports:
             self.question, self.asked_at = question, time.monotonic()
         if question and (question, self.error) != self.response:
             self.response = question, self.error
-            self.store.set(self._key(self.rank), json.dumps(self.error or own_report()))
+            self.store.set(self._key(self.rank), json.dumps(self.error or own_report(self.waited_s())))
 
     def ask(self) -> bool:
         """Ask all ranks. False if a question is too recent to be replaced: the rank that asked it uses the reports."""

@@ -43,6 +43,7 @@ class StopSync:
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
+        self.asked_at: float | None = None  # while this rank asks the others
         self.took_s = 0.0  # the last sync, on this rank, which may have waited for others
         self.cost_s = 0.0  # of a sync, on the rank that waits least; the same on all ranks
         self.interval_s = SYNC_INTERVAL_S  # between two of them
@@ -56,6 +57,11 @@ class StopSync:
         self.since = time.perf_counter()
         self.mark = self.streams.mark()
 
+    def waited_s(self) -> float:
+        """How long this rank has waited for an answer; 0 if it does not wait."""
+        asked_at = self.asked_at
+        return 0.0 if asked_at is None else time.perf_counter() - asked_at
+
     def maybe_sync(self) -> StopDecision | None:
         """The decision of all ranks, or None to continue. Call on every rank, after the same step."""
         self.steps_left -= 1
@@ -68,9 +74,9 @@ class StopSync:
         # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
         count = collective_count(self.streams.device)
         ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s, count, -count, -self.took_s]
-        everyone, start = torch.tensor(ours, dtype=torch.double), time.perf_counter()
-        everyone = largest(everyone, self.tree)
-        self.took_s = time.perf_counter() - start
+        self.asked_at = time.perf_counter()
+        everyone = largest(torch.tensor(ours, dtype=torch.double), self.tree)
+        self.took_s, self.asked_at = time.perf_counter() - self.asked_at, None
         reason, failed, self.step_s, most, fewest, least = everyone.tolist()
         usual = self.cost_s or -least
         self.cost_s = usual + (min(-least, 2 * usual) - usual) / 8  # one slow answer adds little
