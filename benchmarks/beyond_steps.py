@@ -273,8 +273,11 @@ class Watch:
         self.noted: dict[str, list[Any]] = {"steps": [], "saves": [], "writes": [], "copies": []}
         save, start = Run.save, BackgroundJob.start
         Run.save = self.timed("saves", save)  # type: ignore[method-assign]
-        timed_start = lambda writer, job: start(writer, self.timed("writes", job))  # noqa: E731
-        BackgroundJob.start = timed_start  # type: ignore[assignment, method-assign]
+
+        def timed_start(job: BackgroundJob, work: Callable[[], None]) -> None:
+            start(job, self.timed("writes", work) if job.name == "checkpoint writer" else work)
+
+        BackgroundJob.start = timed_start  # type: ignore[method-assign]
         register_optimizer_step_post_hook(self.after_step)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
