@@ -58,7 +58,8 @@ from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault
-from images import ImageFiles, ImagesInMemory, decode_once
+from image_files import ImageFiles, decode_once
+from images import ImagesInMemory
 from processes import on_ranks, train
 
 

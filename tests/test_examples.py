@@ -55,7 +55,7 @@ def render(name: str, folder: Path) -> Path:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0 and (project / "EXAMPLE.md").exists(), done.stderr
     of_images = name not in ("linear_regression", "language_model")
-    assert (project / "images.py").exists() == (project / "predict.py").exists() == of_images
+    assert {(project / f"{name}.py").exists() for name in ("images", "image_files", "predict")} == {of_images}
     return project
 
 
@@ -142,13 +142,19 @@ def test_a_billion_tokens_are_read_as_fast_as_a_thousand(tmp_path: Path) -> None
         for sequence in (0, 3_906_250, 7_812_498):
             file.seek(2 * 128 * sequence)
             file.write(numpy.arange(sequence % 1000, sequence % 1000 + 129).astype(numpy.uint16).tobytes())
-    tokens = data.Tokens(path, 50_304)
+    tokens = data.Tokens(path, None, None)
     assert len(tokens) == (10**9 - 1) // 128 == 7_812_499
     inputs, targets = tokens.__getitems__([7_812_498, 5, 0, 3_906_250])
     assert inputs[:, 0].tolist() == [498, 0, 0, 250] and targets[:, -1].tolist() == [626, 0, 128, 378]
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and inputs.shape == (4, 128)
-    four_bytes = data.Tokens(path, 100_000)
+    four_bytes = data.Tokens(path, 100_000, "uint32")
     assert len(four_bytes) == (5 * 10**8 - 1) // 128 and four_bytes.tokens.dtype == numpy.uint32
+    numpy.arange(1000, dtype=numpy.uint32).tofile(tmp_path / "four.bin")
+    with pytest.raises(ValueError, match=r"every second number is 0: pass --token-type, uint32 or uint16"):
+        data.Tokens(tmp_path / "four.bin", None, None)
+    assert data.Tokens(tmp_path / "four.bin", None, "uint32").__getitems__([1])[0][0, 0] == 128
+    with pytest.raises(UsageError, match="--vocabulary and --token-type are for --dataset tokens"):
+        module("language_model", "config").Config.parse(["--vocabulary", "9"])
 
 
 def test_images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
@@ -168,6 +174,7 @@ def test_images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
     train(project, "--data-dir", folder, "--max-steps", 1, "--output-dir", tmp_path / "two")
     assert before == (index.read_bytes(), index.stat().st_mtime_ns), "the index is made once"
     shutil.copy(folder / "train/000000.tar", folder / "train/more.tar")
+    index.write_text("damaged")
     output = train(project, "--data-dir", folder, "--max-steps", 1, "--output-dir", tmp_path / "three")
     assert "1,260 training, 100 validation, 50 test samples" in output, "a file that came later"
 

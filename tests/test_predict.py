@@ -19,7 +19,8 @@ from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.core.errors import CheckpointError, SetupError, UsageError
 from ddp.data.dataset import describe
-from images import ImageFiles, ImagesInMemory, ImageTransforms, SavedImages, decode_once
+from image_files import ImageFiles, decode_once
+from images import ImagesInMemory, ImageTransforms
 from model import build_model
 from processes import train
 
@@ -47,7 +48,7 @@ def expected(path: Path, config: Config, dataset: Any, files: list[Path]) -> lis
     model = build_model(config, dataset)
     model.load_state_dict(content.get("ema", content["model"]))
     inputs, _ = dataset.prepare(dataset.__getitems__(list(range(len(dataset)))))
-    assert torch.equal(SavedImages(content["dataset"]).read(files), inputs), "bit for bit"
+    assert torch.equal(predict.SavedImages(content["dataset"]).read(files), inputs), "bit for bit"
     with torch.no_grad():
         rows = model.eval()(inputs).softmax(1).sort(dim=1, descending=True)
     return [

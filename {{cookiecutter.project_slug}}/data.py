@@ -30,7 +30,8 @@ from config import Config
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import Datasets
 from ddp.distributed.seeds import derive_seed
-from images import ImageDataset, ImageFiles, ImagesInMemory, ImageTransforms, decode_once, load_cifar10
+from image_files import ImageFiles, decode_once, load_cifar10
+from images import ImageDataset, ImagesInMemory, ImageTransforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
 VAL_FRACTION = 0.1  # of the training samples, unless --val-fraction is given

@@ -5,6 +5,7 @@ python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,30 @@ from ddp.checkpoint.reuse import load_checkpoint
 from ddp.core.errors import UsageError
 from ddp.core.options import OptionParser, number
 from ddp.entrypoint.run_main import run_and_exit
-from images import SavedImages
+from image_files import read_square
+from images import ImagesInMemory, ImageTransforms
 from model import build_model, forward
 
 BATCH_SIZE = 64
+
+
+class SavedImages(ImagesInMemory):
+    """The classes and the preparation of the training set of a checkpoint, with two black images.
+
+    description: content["dataset"] of the checkpoint, with what `describe` above adds.
+    """
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        images = dict(description["images"])
+        size = images.pop("read_size")
+        black = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+        super().__init__(black, torch.zeros(2, dtype=torch.int64), description["classes"], ImageTransforms(**images))
+
+    def read(self, paths: Sequence[Path]) -> Tensor:
+        """Inputs of the model, prepared as in an evaluation: [b, 3, image_size, image_size]. Raises SetupError."""
+        images = torch.stack([read_square(path, self.images.shape[-1]) for path in paths])
+        inputs, _ = self.prepare((torch.zeros(len(images)), torch.arange(len(images)), images))
+        return inputs
 
 
 def main(words: Sequence[str] | None = None) -> int:

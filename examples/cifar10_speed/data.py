@@ -11,7 +11,8 @@ from torch import Tensor
 from config import Config
 from ddp.data.dataset import Datasets
 from ddp.distributed.seeds import derive_seed
-from images import ImagesInMemory, ImageTransforms, LabelledImages, load_cifar10
+from image_files import LabelledImages, load_cifar10
+from images import ImagesInMemory, ImageTransforms
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10
 SYNTHETIC_SIZES = {"train": 10_000, "test": 2_000}

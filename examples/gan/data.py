@@ -8,7 +8,8 @@ from torch import Tensor
 from config import Config
 from ddp.data.dataset import Datasets
 from ddp.distributed.seeds import derive_seed
-from images import ImagesInMemory, ImageTransforms, load_cifar10
+from image_files import load_cifar10
+from images import ImagesInMemory, ImageTransforms
 
 NOISE = 100  # numbers from which an image is generated
 VALIDATION = 5_000  # images of CIFAR-10, the last of the training images

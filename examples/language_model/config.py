@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ddp.core.errors import UsageError
 from ddp.core.options import option
 from ddp.core.run_config import RunConfig
 
@@ -23,8 +24,9 @@ class Config(RunConfig):
     data_dir: str = path_option(
         "data", "directory of text.txt; without one, this project's own source becomes the text"
     )
-    vocabulary: int = data_option(
-        50_304, "how many tokens there are; more than 65,536 have 4 bytes each, else 2", min=2
+    vocabulary: int | None = data_option(None, "tokens: how many there are (default: 50,304)", min=2)
+    token_type: str | None = data_option(
+        None, "tokens: how the files store each (default: uint16)", choices=("uint16", "uint32")
     )
     batch_size: int = data_option(16, "training samples per process and forward pass", min=1, may_change=True)
 
@@ -38,7 +40,14 @@ class Config(RunConfig):
 
     def data_status(self) -> str:
         """What `launch_node.sh --check` prints about this machine's data."""
-        path, unit = Path(self.data_dir) / "text.txt", "characters"
+        name, unit, missing = "text.txt", "characters", "will be created"
         if self.dataset == "tokens":
-            path, unit = path.with_name("train.bin"), "bytes"
-        return f"{path}, {path.stat().st_size:,} {unit}" if path.exists() else f"{path}: not there yet"
+            name, unit, missing = "train.bin", "bytes", "missing"
+        path = Path(self.data_dir) / name
+        return f"{path}, {path.stat().st_size:,} {unit}" if path.exists() else f"{path}: {missing}"
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, with one line."""
+        super().check()
+        if self.dataset != "tokens" and (self.vocabulary or self.token_type):
+            raise UsageError("--vocabulary and --token-type are for --dataset tokens: remove them")

@@ -14,6 +14,7 @@ from ddp.core.files import atomic_write
 from ddp.data.dataset import IGNORED_LABEL, BatchDataset, Datasets
 
 CONTEXT = 128  # characters or tokens that the model sees: a longer line becomes several samples
+VOCABULARY = 50_304  # tokens, unless --vocabulary is given
 VAL_PART = TEST_PART = 0.05  # of the samples, at the end of the text
 SYNTHETIC_SIZES = {"train": 1_600, "val": 100, "test": 50}  # samples of --dataset synthetic, from the same text
 
@@ -53,11 +54,14 @@ class Tokens(BatchDataset):
     name = "tokens"
     in_memory = True  # False: DataLoader workers read, which helps where the file is slow and not in memory
 
-    def __init__(self, path: Path, vocabulary: int) -> None:
-        self.path, self.characters, self.context = path, vocabulary, CONTEXT
-        self.tokens = numpy.memmap(path, dtype=numpy.uint16 if vocabulary <= 2**16 else numpy.uint32, mode="r")
+    def __init__(self, path: Path, vocabulary: int | None, token_type: str | None) -> None:
+        self.path, self.characters, self.context = path, vocabulary or VOCABULARY, CONTEXT
+        self.tokens = numpy.memmap(path, dtype=token_type or "uint16", mode="r")
         if len(self) < 1:
             raise ValueError(f"it needs more than {CONTEXT} tokens, and has {len(self.tokens)}")
+        first, second = self.tokens[:2000:2], self.tokens[1:2000:2]
+        if token_type is None and first.any() and not second.any():  # small numbers of four bytes
+            raise ValueError("every second number is 0: pass --token-type, uint32 or uint16")
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // CONTEXT
@@ -73,10 +77,11 @@ class Tokens(BatchDataset):
 def _load_tokens(config: Config) -> Datasets:
     """DATA_DIR/train.bin and val.bin; and test.bin, if it exists. Raises SetupError."""
     found: list[Any] = []
+    kind = config.vocabulary, config.token_type
     for name in ("train", "val", "test"):
         path = Path(config.data_dir) / f"{name}.bin"
         try:
-            found.append(Tokens(path, config.vocabulary) if name != "test" or path.exists() else None)
+            found.append(Tokens(path, *kind) if name != "test" or path.exists() else None)
         except (OSError, ValueError) as error:  # ValueError: an empty file, or half of a token
             raise SetupError(f"cannot read {path}: {error}") from error
     return Datasets(*found)

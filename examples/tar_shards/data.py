@@ -26,7 +26,8 @@ from ddp.core.rank_logs import progress
 from ddp.data.dataset import Datasets
 from ddp.data.file_list import FileList
 from ddp.distributed.seeds import derive_seed
-from images import ImageDataset, ImageFiles, ImageTransforms, read_square
+from image_files import ImageFiles, read_square
+from images import ImageDataset, ImageTransforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IMAGES = ("jpg", "jpeg", "png", "webp")  # what comes after the first dot in the name of a member
@@ -72,13 +73,21 @@ def list_members(folder: Path, index: Path) -> FileList:
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(index.with_suffix(".lock")):
-            if not index.exists() or torch.load(index, mmap=True, weights_only=True)["files"] != facts:
+            if read_index(index).get("files") != facts:
                 lists = [FileList.of([*members(path)]) for path in progress(files, f"indexing {folder}", "file")]
                 with atomic_write(index) as file:
                     torch.save({"files": facts, "members": vars(FileList.join(lists))}, file)
-        return FileList(**torch.load(index, mmap=True, weights_only=True)["members"])
+        return FileList(**read_index(index)["members"])
     except OSError as error:
         raise SetupError(f"cannot write {index}: {error}; choose another --index-dir") from error
+
+
+def read_index(index: Path) -> dict[str, Any]:
+    """Its content, which is mapped into memory; empty if there is none, or none that can be read."""
+    try:
+        return dict(torch.load(index, mmap=True, weights_only=True))
+    except Exception:  # torch raises whatever error the bytes cause
+        return {}
 
 
 def members(path: Path) -> Iterator[tuple[str, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from config import Config
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.distributed.seeds import derive_seed
-from images import downloading
+from image_files import downloading
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IGNORE = 255  # borders of objects, and everything outside of an image
