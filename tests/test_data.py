@@ -45,6 +45,7 @@ from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
 import data
 import ddp.data.reader
+import image_files
 import images as image_datasets
 import main
 from config import Config
@@ -655,14 +656,14 @@ def test_a_cache_is_written_once_and_anew_when_an_image_changes(
 def test_processes_that_start_together_write_one_cache_and_train_from_it(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = image_datasets._decode
+    decode = image_files._decode
 
     def decode_and_note(files: ImageFiles, path: Path) -> None:
         with (tmp_path / "decoded").open("a") as file:
             print(path.name, file=file)
         decode(files, path)
 
-    monkeypatch.setattr(image_datasets, "_decode", decode_and_note)
+    monkeypatch.setattr(image_files, "_decode", decode_and_note)
     shared = ("--dataset", "imagefolder", "--data-dir", images, "--device", "cpu", "--batch-size", 2, "--epochs", 2)
     output = train(2, *shared, "--cache", tmp_path / "cache", "--output-dir", tmp_path / "out")
     decoded = (tmp_path / "decoded").read_text().split()
