@@ -2,10 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.mirror import Mirror
-from ddp.checkpoint.state import TrainState, digest, find_non_finite, snapshot
+from ddp.checkpoint.rank_files import RankFiles, Written
+from ddp.checkpoint.state import Rows, TrainState, digest, find_non_finite, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
@@ -27,7 +29,7 @@ from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.replicas import check_replicas
 from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
-from ddp.distributed.tensors import Mark, map_tensors, named_leaves
+from ddp.distributed.tensors import map_tensors, named_leaves
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
@@ -41,6 +43,7 @@ class CheckpointManager:
         self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
+        self.rank_files = RankFiles(config, ctx, self.directory)
         self.writer = BackgroundJob("checkpoint writer")
         self.mirror = Mirror(config) if config.mirror else None  # used on rank 0
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
@@ -90,28 +93,38 @@ class CheckpointManager:
             if hasattr(part, "before_save"):
                 part.before_save()
         content = {**self.facts, **self._states(), **asdict(self.train_state), "time": self.record_time()}
-        self.last_step = self.train_state.step
-        best = self.train_state.best_step == self.train_state.step
+        self.last_step = step = self.train_state.step
+        best = self.train_state.best_step == step
+        # 3. On rank 0, copy it to host memory; with --shard, each rank copies its rows. Training may then continue.
+        rows: Rows | None = {} if self.rank_files.used else None
+        copy, copied = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0, rows=rows)
 
-        def write(copy: dict[str, Any], copied: Mark) -> None:
-            # 4. In the background: check that it is finite, sync the logs, write the file, delete old ones.
+        def check_and_write_rows() -> Written | None:
             copied.wait()
-            if bad := [name for name in self._find_non_finite(copy) if name not in self.infinite]:
+            tensors = chain(named_leaves(copy), (rows or {}).items())
+            if bad := [name for name in self._find_non_finite(tensors) if name not in self.infinite]:
                 raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
-            sync_logs()
-            self.directory.write(copy, best=best)
-            # 5. Report that it is on disk.
-            self._report_saved(copy["step"])
+            return None if rows is None else self.directory.write_rows(step, self.ctx.rank, rows)
 
-        # 3. On rank 0, copy it to host memory: training may then continue.
-        copy = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0)
-        self.ctx.on_main(lambda: self.writer.start(partial(write, *copy)))
+        def write() -> None:
+            # 4. In the background: check that it is finite; sync the logs, write the file, delete old ones.
+            files = self.rank_files.collect(check_and_write_rows)
+            if self.ctx.rank == 0:
+                sync_logs()
+                self.directory.write({**copy, storage.ROWS: files} if files else copy, best=best)
+                # 5. Report that it is on disk.
+                self._report_saved(step)
+
+        if self.ctx.rank and self.rank_files.used:
+            self.writer.start(write)
+        self.ctx.on_main(lambda: self.writer.start(write))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
         # A write may take longer than --timeout, for which the others wait: so rank 0 answers now and then.
         while not self.ctx.on_main(self.writer.finish, self.config.timeout / 4):
             pass
+        self.writer.done.wait()  # other ranks have written their rows by now
         if self.last_step is not None:
             self._report_saved(self.last_step)
 
@@ -126,9 +139,9 @@ class CheckpointManager:
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.state.items()}
 
-    def _find_non_finite(self, states: Mapping[str, Any]) -> list[str]:
+    def _find_non_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
         checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
-        return find_non_finite({name: states[name] for name in checked})
+        return find_non_finite((keys, part) for keys, part in tensors if keys[0] in checked)
 
     def resume(self, train_loader: TrainLoader, state: Mapping[str, Any]) -> str | None:
         """Load `state` from the checkpoint of --resume, if any, and return its path; save `state` from then on.
@@ -147,8 +160,10 @@ class CheckpointManager:
         }
         if taken := self.state.keys() & self._reserved():
             raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
+        if not self.config.evaluate:
+            self.rank_files.open()
         states = self._states()
-        self.infinite = [name for each in self.ctx.gather(self._find_non_finite(states)) for name in each]
+        self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.data_s = lambda: train_loader.wait_s
         status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
         shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
@@ -216,14 +231,14 @@ class CheckpointManager:
 
     def _read_best(self) -> dict[str, Any]:
         try:
-            return storage.read(self.directory.best_path)
+            return storage.read(self.directory.best_path, join=False)
         except InvalidCheckpoint as error:
             log.warning("warning: %s; the weights of the last step are tested", error)
             return {}
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""
-        return {"path", "random", "time", *self.facts, *asdict(self.train_state)}
+        return {"path", "random", "time", storage.ROWS, *self.facts, *asdict(self.train_state)}
 
     def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""

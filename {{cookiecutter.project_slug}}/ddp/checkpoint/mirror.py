@@ -65,6 +65,9 @@ class Mirror:
         """
         self._reach(self._connect)
         ours = json.loads(self.own.read_text()) if self.own.exists() else {}
+        if any(self.directory.rows.glob("*.pt")):
+            remedy = f"choose another --output-dir, with --resume {next(iter(self.directory.paths()), 'PATH')}"
+            raise UsageError(f"--mirror keeps no parts of files, such as {self.directory.rows} (--shard): {remedy}")
         theirs, names = self._reach(self._owner), self._reach(self._names)
         if not theirs and ours.get("url") == self.url:
             remedy = f"mount that disk; or delete {self.own}, to begin a new copy"

@@ -124,11 +124,12 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     """
     if config.init_from == "torchvision":
         return _of_torchvision(getattr(config, "model", ""))
-    path = Path(str(config.init_from))
+    path, rows = Path(str(config.init_from)), {}
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and "format" in content:
             storage.verify(path)
+            rows = storage.read_rows(path, content)
     except storage.InvalidCheckpoint as error:
         raise CheckpointError(f"--init-from {error}") from error
     except OSError as error:
@@ -138,8 +139,8 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"--init-from {path} holds no weights that torch can load safely: {remedy}") from error
     content = content if isinstance(content, Mapping) else {}
     average = ("ema",) if name == "model" else ()  # it is what was evaluated
-    inner = (content.get(key) for key in (*average, name, *NAMES))
-    content = next((part for part in inner if isinstance(part, Mapping)), content)
+    found = next((key for key in (*average, name, *NAMES) if isinstance(content.get(key), Mapping)), None)
+    content = content if found is None else storage.join_rows({found: content[found]}, rows)[found]
     weights = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not weights:
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")

@@ -2,16 +2,17 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
 
-from ddp.distributed.shards import is_sharded, local, whole
-from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_tensors, named_leaves
+from ddp.distributed.shards import is_sharded, is_split, local, whole
+from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_named, named_leaves
 
+Rows = dict[tuple[Any, ...], torch.Tensor]
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
@@ -44,11 +45,12 @@ class TrainState:
         return True
 
 
-def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, Mark]:
+def snapshot(state: Any, streams: CpuStreams, keep: bool = True, rows: Rows | None = None) -> tuple[Any, Mark]:
     """A copy of `state` in host memory, and when it is complete. With sharded tensors, call on every rank.
 
-    keep: False on the ranks that only send their rows. Raises TypeError if torch.load(weights_only=True) would refuse
-    `state`.
+    keep: False on the ranks that only send their rows. rows: a dict that receives copies of this rank's rows, by the
+    keys of their tensors; then nothing is sent, and the copy of `state` has empty meta tensors in their places. Raises
+    TypeError if torch.load(weights_only=True) would refuse `state`.
     """
     for keys, part in named_leaves(state):
         if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
@@ -56,26 +58,33 @@ def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, M
             raise TypeError(f"{name} is of {type(part)}, which no checkpoint can hold: use a tensor or a plain number")
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
-    def copy_once(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_once(copy: Copy, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
         # Not the data_ptr of a DTensor, which is always 0, as is that of a rank without rows.
-        rows = local(tensor)
-        place = rows.data_ptr() or rows.untyped_storage().data_ptr() or id(tensor)
+        own, split = local(tensor.detach()), rows is not None and is_split(tensor)
+        place = own.data_ptr() or own.untyped_storage().data_ptr() or id(tensor)
         key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if key not in copies:
-            everything = whole(tensor.detach())
-            copies[key] = copy(everything) if keep else torch.empty(0)
-        return copies[key]
+            everything = own if split else whole(tensor.detach())
+            copies[key] = copy(everything) if keep or split else torch.empty(0)
+        if rows is None or not split:
+            return copies[key]
+        rows[keys] = copies[key]
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return streams.download(lambda copy: map_tensors(state, partial(copy_once, copy)))
+    return streams.download(lambda copy: map_named(state, partial(copy_once, copy)))
 
 
-def find_non_finite(state: Any) -> list[str]:
-    """The names of the tensors in `state` with a value that is not finite."""
+def find_non_finite(tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
+    """The names of those with a value that is not finite. tensors: pairs of keys and whatever they lead to."""
     return [
         ".".join(map(str, keys))
-        for keys, part in named_leaves(state)
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and not local(part).isfinite().all()
+        for keys, part in tensors
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and not _is_finite(local(part))
     ]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or bool(tensor.isfinite().all())
 
 
 def digest(state: Any) -> str:

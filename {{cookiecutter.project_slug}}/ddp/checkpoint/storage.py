@@ -3,6 +3,9 @@
 A checkpoint is an ordinary torch file, which is a zip archive. Its SHA-256 is in the archive's comment, at the very end
 of the file, which `torch.load` does not read: torch.load alone accepts flipped bits without an error.
 
+With --shard, the rows of each rank may be in a file of their own (see rank_files.py), under OUTPUT_DIR/rows. Then a
+checkpoint lists the names and digests of these files, and has empty meta tensors in the place of what they hold.
+
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
 without the new one: old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of
@@ -17,8 +20,10 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,19 +32,22 @@ import torch
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError
 from ddp.core.files import atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.host import available_cores
 from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
-from ddp.distributed.process_group import KEEP_ALL, DistContext, Keep
-from ddp.distributed.tensors import leaves
+from ddp.distributed.process_group import AS_IT_IS, DistContext, ForTensor
+from ddp.distributed.tensors import leaves, map_named
 
 log = logging.getLogger(__name__)
 FORMAT = 3
+ROWS = "rows"  # under this name, a checkpoint lists files with the rows of its tensors: the name -> the digest
 NAME = re.compile(r"step_\d{8,}\.pt")
 BLOCK = 1 << 20  # bytes that are read at once
 COMMENT_PREFIX = b"sha256:"
 COMMENT_LENGTH = len(COMMENT_PREFIX) + 64
 END_RECORD = b"PK\x05\x06"  # starts the last 22 bytes of an archive without a comment
 END_RECORD_LENGTH = 22
+RowsOfAll = dict[tuple[Any, ...], list[torch.Tensor]]  # the keys of a tensor -> the rows of each rank
 
 
 class InvalidCheckpoint(CheckpointError):
@@ -56,15 +64,18 @@ class InvalidCheckpoint(CheckpointError):
 # ---- one file -------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` (tensors and plain types) to `path`. At any moment, `path` is the old file or the new one."""
+def write(path: Path, content: dict[Any, Any]) -> str:
+    """Write `content` (tensors and plain types) to `path`, and return its SHA-256.
+
+    At any moment, `path` is the old file or the new one.
+    """
     with atomic_write(path, durable=True) as file:
         writer = HashingWriter(file)
         try:
             torch.save(content, writer)  # type: ignore[arg-type]  # it only calls write and flush
         except Exception as error:  # torch.save replaces an OSError by an error of its own
             raise writer.error or error from None
-        writer.finish()
+        return writer.finish()
 
 
 def link(source: Path, path: Path) -> None:
@@ -84,33 +95,40 @@ def link(source: Path, path: Path) -> None:
         sync_directory(path.parent)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, *, join: bool = True) -> dict[str, Any]:
     """The content of `path`, and `path`. Tensors are mapped: they take memory only where they are read.
 
+    join=False: tensors whose rows are in other files stay empty; `rows` in the result has their rows, by their keys.
     Raises InvalidCheckpoint; runs no code.
     """
     verify(path)
+    content = _load(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InvalidCheckpoint(path, "it is a torch file, but not a checkpoint of this project and version")
+    rows = read_rows(path, content)
+    return {**(join_rows(content, rows) if join else content), ROWS: {} if join else rows, "path": str(path)}
+
+
+def _load(path: Path) -> Any:
     try:
         try:
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (OSError, RuntimeError):  # a file system that maps no files
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(path, "it holds more than tensors and plain values, and could run code") from error
     except Exception as error:
         raise InvalidCheckpoint(path, f"torch cannot load it ({type(error).__name__})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidCheckpoint(path, "it is a torch file, but not a checkpoint of this project and version")
-    return {**content, "path": str(path)}
 
 
-def verify(path: Path) -> None:
-    """Raise InvalidCheckpoint unless the file is exactly what was written."""
+def verify(path: Path, *, bar: bool = True) -> str:
+    """Raise InvalidCheckpoint unless the file is exactly what was written. Returns its SHA-256."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size - COMMENT_LENGTH
-            for position in progress(range(0, length, BLOCK), f"verifying {path.name}"):
+            positions = range(0, length, BLOCK)
+            for position in progress(positions, f"verifying {path.name}") if bar else positions:
                 digest.update(file.read(min(BLOCK, length - position)))
             comment = file.read()
     except OSError as error:
@@ -121,6 +139,7 @@ def verify(path: Path) -> None:
         raise InvalidCheckpoint(path, "it is truncated, or of another program: it has no digest at its end")
     if comment != COMMENT_PREFIX + digest.hexdigest().encode():
         raise InvalidCheckpoint(path, "its digest does not match: it was damaged after it was written")
+    return digest.hexdigest()
 
 
 class HashingWriter:
@@ -142,11 +161,12 @@ class HashingWriter:
         self.held_back = bytes(view[-END_RECORD_LENGTH:])
         return size
 
-    def finish(self) -> None:
-        """Write the end record, and the digest as the comment."""
+    def finish(self) -> str:
+        """Write the end record, and the digest, which it returns, as the comment."""
         assert self.held_back.startswith(END_RECORD), "torch.save wrote no zip archive"
         self._put(self.held_back[:-2] + COMMENT_LENGTH.to_bytes(2, "little"))
         self.file.write(COMMENT_PREFIX + self.digest.hexdigest().encode())
+        return self.digest.hexdigest()
 
     def _put(self, data: Any) -> None:
         self.digest.update(data)
@@ -155,6 +175,50 @@ class HashingWriter:
         except OSError as error:
             self.error = error
             raise
+
+
+# ---- rows in other files --------------------------------------------------------------------------------------------
+
+
+def rows_folder(path: Path) -> Path:
+    """The folder of the files that a checkpoint lists: it is next to best.pt, and to the folder of the others."""
+    path = path.resolve()
+    return (path.parent.parent if path.parent.name == "checkpoints" else path.parent) / ROWS
+
+
+def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
+    """The rows of all ranks from the files that a checkpoint lists, mapped. Raises InvalidCheckpoint."""
+    files = {rows_folder(path) / name: digest for name, digest in content.get(ROWS, {}).items()}
+    rows: RowsOfAll = {}
+    try:
+        with ThreadPoolExecutor(available_cores()) as pool:
+            digests = pool.map(partial(verify, bar=False), files)
+            for file, digest in zip(
+                progress([*files], f"verifying the rows of {path.name}", "file"), digests, strict=True
+            ):
+                if digest != files[file]:
+                    raise InvalidCheckpoint(file, "it is not the file that was written for this checkpoint")
+        for file in files:
+            for keys, tensor in _load(file).items():
+                rows.setdefault(keys, []).append(tensor)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(path, f"of its files, {error}") from error
+    return rows
+
+
+def join_rows(content: Any, rows: RowsOfAll) -> Any:
+    """`content` with its whole tensors; one whose rows are in no other file stays. Tied weights stay one tensor."""
+    joined: dict[Any, torch.Tensor] = {}
+
+    def join(keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+        if keys not in rows:
+            return tensor
+        place = (*(part.data_ptr() for part in rows[keys]), tensor.shape, tensor.dtype)
+        if place not in joined:
+            joined[place] = torch.cat(rows[keys])
+        return joined[place]
+
+    return map_named(content, join)
 
 
 # ---- the files of a run ---------------------------------------------------------------------------------------------
@@ -166,11 +230,15 @@ def step_of(name: str) -> int:
 
 
 class CheckpointDirectory:
-    """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links."""
+    """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links.
+
+    OUTPUT_DIR/rows has the files that they list.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, Path(config.output_dir) / "checkpoints"
         self.best_path = self.path.parent / "best.pt"
+        self.rows = rows_folder(self.best_path)
         self.verified: set[Path] = set()  # the checkpoints that this process has written or verified
 
     def paths(self) -> list[Path]:
@@ -190,10 +258,10 @@ class CheckpointDirectory:
         resume, paths, reasons = self.config.resume, self.paths(), []
         from_path = resume not in RESUME_WORDS
         if from_path and (self.config.evaluate or not paths):
-            return read(Path(resume))
+            return read(Path(resume), join=False)
         for path in paths:
             try:
-                content = read(path)
+                content = read(path, join=False)
             except InvalidCheckpoint as error:
                 reasons.append(f"{path.name}: {error.reason}")
                 log.warning("warning: %s; trying the one before it", error)
@@ -214,8 +282,7 @@ class CheckpointDirectory:
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""
         path = self.path_of(content["step"])
-        needed = sum(part.nbytes for part in leaves(content) if isinstance(part, torch.Tensor))
-        with storage_errors(path, needed=needed):
+        with storage_errors(path, needed=size_of(content)):
             if best:  # first, so that no checkpoint ever names a better best.pt than there is
                 write(self.best_path, content)
                 link(self.best_path, path)
@@ -224,28 +291,38 @@ class CheckpointDirectory:
         self.verified.add(path)
         self.prune()
 
+    def write_rows(self, step: int, rank: int, rows: dict[Any, Any]) -> tuple[str, str]:
+        """Write the rows of one rank. Returns the name of the file, which no other one ever had, and its digest."""
+        path = self.rows / f"step_{step:08d}-rank_{rank}-{os.urandom(4).hex()}.pt"
+        with storage_errors(path, needed=size_of(rows)):
+            return path.name, write(path, rows)
+
     def prune(self) -> None:
         """Delete what is older than the newest --keep-checkpoints good ones. Bad ones do not count as kept.
 
         Raises StorageError.
         """
         paths, kept = self.paths(), 0
-        if len(paths) <= self.config.keep_checkpoints:
-            return
         with storage_errors(self.path):
-            for path in paths:
+            for path in paths if len(paths) > self.config.keep_checkpoints else ():
                 if kept == self.config.keep_checkpoints:
                     path.unlink()
                     continue
                 with suppress(InvalidCheckpoint):
                     if path not in self.verified:
-                        verify(path)
+                        read(path, join=False)
                     self.verified.add(path)
                     kept += 1
+        with suppress(InvalidCheckpoint), storage_errors(self.rows):  # of one that cannot be read now, keep the rows
+            listing = [*self.paths(), *filter(Path.exists, [self.best_path])] if self.rows.exists() else []
+            listed = {name for path in listing for name in _load(path).get(ROWS, {})}
+            for file in self.rows.glob("*.pt"):  # of checkpoints that are gone, or that were never complete
+                if file.name not in listed:
+                    file.unlink()
 
 
 def read_on_main(
-    ctx: DistContext, read: Callable[[], dict[str, Any]], keep: Keep = KEEP_ALL, later: Collection[str] = ()
+    ctx: DistContext, read: Callable[[], dict[str, Any]], keep: ForTensor = AS_IT_IS, later: Collection[str] = ()
 ) -> tuple[dict[str, Any], Callable[[str], Any]]:
     """What `read` returns on rank 0, or its exception. Call on every rank.
 
@@ -257,5 +334,12 @@ def read_on_main(
     ctx.on_main(reader.start, lambda: found.update(read()))
     while not ctx.on_main(reader.finish, ctx.monitor.timeout / 4):  # the others would take it for lost
         pass
-    content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep)
-    return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep)[name]
+    rows = found.pop(ROWS, {})
+    load: ForTensor = lambda keys, tensor: torch.cat(rows[keys]) if keys in rows else tensor  # noqa: E731
+    content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep, load)
+    return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep, load)[name]
+
+
+def size_of(content: Any) -> int:
+    """The bytes of the tensors in a state that have data."""
+    return sum(part.nbytes for part in leaves(content) if isinstance(part, torch.Tensor) and not part.is_meta)

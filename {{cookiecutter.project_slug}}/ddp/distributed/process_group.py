@@ -25,12 +25,12 @@ from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info
-from ddp.distributed.tensors import CpuStreams, Stopwatch, map_tensors, named_leaves, streams_of
+from ddp.distributed.tensors import CpuStreams, Stopwatch, map_named, map_tensors, streams_of
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Keep = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
-KEEP_ALL: Keep = lambda keys, tensor: tensor  # noqa: E731
+ForTensor = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
+AS_IT_IS: ForTensor = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
 MANY_RANKS = 256  # from here on, gloo connects two of them when they need it, and not all pairs at the start
 NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
@@ -93,19 +93,20 @@ class DistContext:
         dist.broadcast(tensor.flatten().view(torch.uint8), src=0)  # as bytes: gloo does not support every dtype
         return tensor
 
-    def broadcast_tree(self, tree: Any, keep: Keep = KEEP_ALL) -> Any:
+    def broadcast_tree(self, tree: Any, keep: ForTensor = AS_IT_IS, load: ForTensor = AS_IT_IS) -> Any:
         """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank.
 
         keep: returns what this rank keeps of the tensor to which `keys` lead, for example some of its rows.
+        load: returns on rank 0 the tensor that belongs in the place of an empty one.
         """
         skeleton = self.on_main(lambda: map_tensors(tree, lambda tensor: tensor.to("meta")))  # shapes without data
-        names = (keys for keys, part in named_leaves(skeleton) if isinstance(part, torch.Tensor))
 
-        def receive(tensor: torch.Tensor) -> torch.Tensor:  # one by one: no rank needs memory for two copies
-            own = tensor.contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
-            return keep(next(names), self.broadcast(own))
+        def receive(keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+            # One by one: no rank needs memory for two copies.
+            own = load(keys, tensor).contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
+            return keep(keys, self.broadcast(own))
 
-        return map_tensors(tree if self.rank == 0 else skeleton, receive)
+        return map_named(tree if self.rank == 0 else skeleton, receive)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Copy rank 0's buffers, such as BatchNorm's running statistics, to every rank. Call on every rank."""

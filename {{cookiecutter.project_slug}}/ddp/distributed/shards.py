@@ -20,6 +20,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def is_split(tensor: torch.Tensor) -> bool:
+    """Whether each rank holds some rows of `tensor`, in the order of the ranks: not so for a sum of weights."""
+    return is_sharded(tensor) and all(place.is_shard(0) for place in tensor.placements)  # type: ignore[attr-defined]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All rows, on every rank; a tensor that is not sharded itself. Call on every rank."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

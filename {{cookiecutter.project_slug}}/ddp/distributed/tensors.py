@@ -38,6 +38,12 @@ def named_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
         yield keys, tree
 
 
+def map_named(tree: Any, function: Callable[[tuple[Any, ...], torch.Tensor], Any]) -> Any:
+    """A copy of a state with `function(keys, tensor)` in the place of each tensor; `keys` lead to it."""
+    names = (keys for keys, part in named_leaves(tree) if isinstance(part, torch.Tensor))
+    return map_tensors(tree, lambda tensor: function(next(names), tensor))
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything in the dictionaries, lists and tuples of `tree`, whatever it is."""
     if isinstance(tree, Mapping | list | tuple):

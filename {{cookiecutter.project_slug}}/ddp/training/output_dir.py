@@ -50,6 +50,8 @@ class OutputDir:
                 with atomic_write(folder / ".probe", durable=True) as file:
                     file.write(bytes(4096))
                 (folder / ".probe").unlink()
+            for left_over in (self.path / "rows").glob(TMP_PATTERN):  # with --shard
+                left_over.unlink()
             for folder in (self.path.absolute(), self.checkpoints, *new):
                 # POSIX: a new directory survives a power failure only if its parent was synced as well.
                 with suppress(OSError):  # the parent may not be readable

@@ -259,6 +259,8 @@ class Run:
         log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
         log.info(f"  time          {self.log.ledger}")
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
+        if self.checkpoints.rank_files.used:
+            log.info("                with rows/; python -m ddp.checkpoint.merge makes one file of both")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
     def fail(self, error: BaseException) -> None:

@@ -1,0 +1,36 @@
+"""Make one file, which torch.load alone can read, of a checkpoint whose rows are in other files (--shard).
+
+    python -m ddp.checkpoint.merge CHECKPOINT [FILE]
+
+It replaces the checkpoint, unless FILE is given, and needs memory for it.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp.checkpoint import storage
+from ddp.core.errors import UserError
+from ddp.core.files import storage_errors
+from ddp.core.options import OptionParser
+from ddp.core.process_exit import process_exit
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Raises InvalidCheckpoint or StorageError; then no file has changed."""
+    parser = OptionParser(usage="python -m ddp.checkpoint.merge CHECKPOINT [FILE]")
+    parser.add_argument("checkpoint", help="such as runs/cifar10-ToyModel/best.pt", type=Path)
+    parser.add_argument("file", help="the new file; without it, the checkpoint is replaced", nargs="?", type=Path)
+    given = parser.parse_args(words)
+    path = given.file or given.checkpoint
+    content = storage.read(given.checkpoint)
+    with storage_errors(path, needed=storage.size_of(content)):
+        storage.write(path, {name: part for name, part in content.items() if name not in ("path", storage.ROWS)})
+    print(f"{path} has everything: {storage.size_of(content) / 1e6:,.1f} MB")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(process_exit.handle_exception(error))
