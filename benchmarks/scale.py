@@ -17,9 +17,11 @@ A wall is the first size that needs more than WALL_S or WALL_MB. Prints tables i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -312,18 +314,24 @@ def processes(quick: bool) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def save_and_resume(size_mb: int, device: str, folder: Path, ctx: Any) -> list[float]:
+def save_and_resume(size_mb: int, device: str, shard: bool, folder: Path, ctx: Any) -> list[float]:
     """MB at the peak of a save and of a resume; seconds that a save pauses, that it takes, and of the resume."""
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     from config import Config
     from ddp.checkpoint.manager import CheckpointManager
+    from ddp.distributed.shards import local
 
     given: Any = {"dataset": None, "global_batch": 1, "length": 1, "wait_s": 0.0}
     loader: Any = SimpleNamespace(**given, order_facts=dict, keep_order=lambda facts: None)
     count = max(1, size_mb * 2**20 // (4 * TENSOR))
     weights = [torch.nn.Parameter(torch.full((TENSOR,), float(number), device=device)) for number in range(count)]
-    config = Config.parse(["--output-dir", str(folder)])
+    if shard:
+        mesh = init_device_mesh(device, (ctx.world_size,))
+        weights = [torch.nn.Parameter(distribute_tensor(weights.pop(0), mesh, [Shard(0)])) for _ in range(count)]
+    config = Config.parse(["--output-dir", str(folder), *(["--shard"] if shard else [])])
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def manager() -> CheckpointManager:
@@ -346,7 +354,7 @@ def save_and_resume(size_mb: int, device: str, folder: Path, ctx: Any) -> list[f
         start = time.perf_counter()
         second.resume(loader, {"model": model})
         resumed_s = time.perf_counter() - start
-    assert [weight[-1].item() for weight in weights] == [*range(count)]
+    assert [local(weight.detach())[-1].item() for weight in weights] == [*range(count)]
     return [saving.mb, resuming.mb, paused_s, saved_s, resumed_s]
 
 
@@ -354,14 +362,16 @@ def weights(sizes_mb: list[int], device: str, folder: Path) -> None:
     """Print a table."""
     from processes import on_ranks
 
-    print("| state | save, rank 0 | other ranks | resume, rank 0 | other ranks | pause | save | resume |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for size_mb in sizes_mb:
-        place = folder / f"state {size_mb}"
-        work = partial(save_and_resume, size_mb, device, place)
+    print("| state | files | save, rank 0 | other ranks | resume, rank 0 | other ranks | pause | save | resume |")
+    print("|--:|--|--:|--:|--:|--:|--:|--:|--:|")
+    for size_mb, shard in itertools.product(sizes_mb, (False, True)):
+        place = folder / f"state {size_mb} {shard}"
+        work = partial(save_and_resume, size_mb, device, shard, place)
         first, *others = on_ranks(2, work, "--device", device, "--backend", "gloo")
         other = [max(each) for each in zip(*others, strict=True)]
-        cells = [f"{size_mb / 1024:.2g} GB", *(f"{mb:,.0f} MB" for mb in (first[0], other[0], first[1], other[1]))]
+        cells = [f"{size_mb / 1024:.2g} GB", "one per rank" if shard else "one"]
+        cells += [*(f"{mb:,.0f} MB" for mb in (first[0], other[0], first[1], other[1]))]
+        shutil.rmtree(place)
         print("| " + " | ".join([*cells, *(f"{seconds:.2f} s" for seconds in first[2:])]) + " |", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -79,9 +81,19 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def is_read(path: Path) -> bool:
-    """Whether a resume reads this file. The recording of the resumes is compared with this."""
-    return path.suffix == ".pt" or path.name == "metrics.jsonl"
+def is_read(path: Path, listed: Collection[str] = ()) -> bool:
+    """Whether a resume reads this file. The recording of the resumes is compared with this.
+
+    listed: names of files with rows that any checkpoint has listed so far. No others are read, or needed.
+    """
+    return (
+        path.suffix == ".pt" and (path.parent.name != "rows" or path.name in listed)
+    ) or path.name == "metrics.jsonl"
+
+
+def names_in(content: bytes, load: Any = torch.load) -> set[str]:
+    """The files with rows that a checkpoint lists."""
+    return set(load(io.BytesIO(content), weights_only=True).get("rows", {})) if content else set()
 
 
 def is_status(path: Path) -> bool:
@@ -149,6 +161,8 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
     found: dict[Resumed, Files] = {}
     whole = (output / "metrics.jsonl").read_text().splitlines()
     read: set[Path] = set()
+    listed: set[str] = set()
+    needed = partial(is_read, listed=listed)
     config = Config.parse(["--output-dir", str(memory / "run")])
     with load_once():
         for done in operations(recording / "trace", recording):
@@ -161,7 +175,9 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
             disk.apply(done)
             if done.call == "open" and "O_RDONLY" in done.arguments and disk.file(done.path) is not None:
                 read.add(done.path)
-            kinds = [disk.states(is_read), disk.journal_states(is_read)]
+            if done.path.suffix == ".pt" and done.path.parent.name != "rows":
+                listed |= names_in(disk.now().get(done.path, b""))
+            kinds = [disk.states(needed), disk.journal_states(needed)]
             kinds += [disk.states(is_status)] if is_status(done.path) else []
             for files in (files for states in kinds for files in states):
                 key = (promised, frozenset((path, content) for path, content in files.items()))
@@ -177,7 +193,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(way: str, 
                 assert about(resumed.metrics, resumed.step) == about(whole, resumed.step)
                 found.setdefault(resumed, files)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == disk.now()
-    assert all(is_read(path) or is_status(path) for path in read if path.is_file()), read
+    assert all(needed(path) or is_status(path) for path in read if path.is_file()), read
     print(f"{len(seen):,} states after a power failure; {len(found)} ways to resume")
     assert len(seen) > 1000 and {resumed.step for resumed in found} >= {0, *range(2, 21, 2)}
     for files in found.values():
@@ -318,9 +334,10 @@ def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(failing: Fa
 
 def resume_once(failing: Failing, memory: Path, point: str, left: dict[Any, str]) -> None:
     """Resume what is left, unless the same was left before. It ends as if nothing had happened."""
-    read = [path for path in sorted(failing.output.rglob("*")) if is_read(path) or path.suffix == ".tmp"]
+    found = [path for path in sorted(failing.output.rglob("*")) if path.is_file()]
+    read = [path for path in found if is_read(path) or path.suffix == ".tmp" or path.parent.name == "rows"]
     times = re.compile(rb'"(samples_per_s|step_ms|data_ms|memory_mb)": [^,}]*')
-    key = tuple((re.sub(r"[\d-]+\.tmp", "", path.name), times.sub(b"", path.read_bytes())) for path in read)
+    key = tuple((re.sub(r"[\d-]+\.tmp|-\w{8}\.pt", "", path.name), times.sub(b"", path.read_bytes())) for path in read)
     if left.setdefault(key, point) == point:
         codes, output = failing.train(END)
         assert not any(codes), (point, output)

@@ -320,6 +320,7 @@ ELSEWHERE = {
     "python main.py --config runs/A/config.json": "test_config_file",
     "python main.py --config flowers.toml --lr 0.1": "test_config_file",
     "python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg": "test_predict",
+    "python -m ddp.checkpoint.merge runs/cifar10-ToyModel/best.pt weights.pt": "test_rank_files",
     "python main.py --rank 0 --world-size 2 --init-method tcp://10.0.0.1:23456": "test_launch, test_machines",
     "python benchmark.py": "test_benchmark",
     "python benchmark.py --dataset synthetic": "test_benchmark",

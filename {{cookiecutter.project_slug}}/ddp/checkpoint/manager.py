@@ -200,7 +200,11 @@ class CheckpointManager:
         optimizer = isinstance(self.state.get(keys[0]), torch.optim.Optimizer)
         target = targets.get(tensor.shape if optimizer else keys)
         if target is not None and is_sharded(target):
-            return self._keep_rows(target, tensor)
+            rows = self._keep_rows(target, tensor)
+            if not has_plain_state(self.state.get(keys[0])) or rows.dtype != target.dtype:
+                return rows
+            local(target).copy_(local(rows))
+            return target
         if target is not None and (target.shape, target.dtype) == (tensor.shape, tensor.dtype):
             with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
                 return target.copy_(tensor)  # type: ignore[no-any-return]
