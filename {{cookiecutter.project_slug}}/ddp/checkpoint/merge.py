@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp.checkpoint import storage
+from ddp.checkpoint import archive, storage
 from ddp.core.errors import UserError
 from ddp.core.files import storage_errors
 from ddp.core.options import OptionParser
@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> None:
     path = given.file or given.checkpoint
     content = storage.read(given.checkpoint)
     with storage_errors(path, needed=storage.size_of(content)):
-        storage.write(path, {name: part for name, part in content.items() if name not in ("path", storage.ROWS)})
+        archive.write(path, {name: part for name, part in content.items() if name not in ("path", storage.ROWS)})
     print(f"{path} has everything: {storage.size_of(content) / 1e6:,.1f} MB")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp.checkpoint import storage
+from ddp.checkpoint.archive import InvalidCheckpoint, verify
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
@@ -128,9 +129,9 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and "format" in content:
-            storage.verify(path)
+            verify(path)
             rows = storage.read_rows(path, content)
-    except storage.InvalidCheckpoint as error:
+    except InvalidCheckpoint as error:
         raise CheckpointError(f"--init-from {error}") from error
     except OSError as error:
         raise CheckpointError(f"--init-from {path} cannot be used: {error.strerror or error}") from error

@@ -1,7 +1,4 @@
-"""Checkpoints on disk: one file, written completely or not at all; and the files of a run, as rank 0 sees them.
-
-A checkpoint is an ordinary torch file, which is a zip archive. Its SHA-256 is in the archive's comment, at the very end
-of the file, which `torch.load` does not read: torch.load alone accepts flipped bits without an error.
+"""The checkpoints of a run, as rank 0 sees them. archive.py writes and reads each file.
 
 With --shard, the rows of each rank may be in a file of their own (see rank_files.py), under OUTPUT_DIR/rows. Then a
 checkpoint lists the names and digests of these files, and has empty meta tensors in the place of what they hold.
@@ -14,24 +11,22 @@ it. A resumed run deletes the lines after its checkpoint, and syncs the file aga
 synced: they may be old or empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
 """
 
-import hashlib
 import logging
 import os
-import pickle
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from ddp.checkpoint.archive import InvalidCheckpoint, link, load, verify, write
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError
-from ddp.core.files import atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.files import storage_errors
 from ddp.core.host import available_cores
 from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
@@ -42,57 +37,7 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 ROWS = "rows"  # under this name, a checkpoint lists files with the rows of its tensors: the name -> the digest
 NAME = re.compile(r"step_\d{8,}\.pt")
-BLOCK = 1 << 20  # bytes that are read at once
-COMMENT_PREFIX = b"sha256:"
-COMMENT_LENGTH = len(COMMENT_PREFIX) + 64
-END_RECORD = b"PK\x05\x06"  # starts the last 22 bytes of an archive without a comment
-END_RECORD_LENGTH = 22
 RowsOfAll = dict[tuple[Any, ...], list[torch.Tensor]]  # the keys of a tensor -> the rows of each rank
-
-
-class InvalidCheckpoint(CheckpointError):
-    """This file cannot be used."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)  # by which it is pickled
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.args[0]} cannot be used: {self.reason}"
-
-
-# ---- one file -------------------------------------------------------------------------------------------------------
-
-
-def write(path: Path, content: dict[Any, Any]) -> str:
-    """Write `content` (tensors and plain types) to `path`, and return its SHA-256.
-
-    At any moment, `path` is the old file or the new one.
-    """
-    with atomic_write(path, durable=True) as file:
-        writer = HashingWriter(file)
-        try:
-            torch.save(content, writer)  # type: ignore[arg-type]  # it only calls write and flush
-        except Exception as error:  # torch.save replaces an OSError by an error of its own
-            raise writer.error or error from None
-        return writer.finish()
-
-
-def link(source: Path, path: Path) -> None:
-    """Make `path` the same checkpoint as `source`, as safely as `write`: a hard link, or a copy where links fail.
-
-    No checkpoint is ever changed in place, so a link is as good as a copy.
-    """
-    tmp_path = path.with_name(f"{path.name}.link.tmp")  # not the name that atomic_write would open and truncate
-    try:
-        os.link(source, tmp_path)
-    except OSError:  # not on exFAT, on some network file systems, or between two file systems
-        with source.open("rb") as original, atomic_write(path, durable=True) as file:
-            shutil.copyfileobj(original, file, BLOCK)
-        return
-    with temporary(tmp_path, path):
-        tmp_path.replace(path)
-        sync_directory(path.parent)
 
 
 def read(path: Path, *, join: bool = True) -> dict[str, Any]:
@@ -102,79 +47,11 @@ def read(path: Path, *, join: bool = True) -> dict[str, Any]:
     Raises InvalidCheckpoint; runs no code.
     """
     verify(path)
-    content = _load(path)
+    content = load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidCheckpoint(path, "it is a torch file, but not a checkpoint of this project and version")
     rows = read_rows(path, content)
     return {**(join_rows(content, rows) if join else content), ROWS: {} if join else rows, "path": str(path)}
-
-
-def _load(path: Path) -> Any:
-    try:
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (OSError, RuntimeError):  # a file system that maps no files
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InvalidCheckpoint(path, "it holds more than tensors and plain values, and could run code") from error
-    except Exception as error:
-        raise InvalidCheckpoint(path, f"torch cannot load it ({type(error).__name__})") from error
-
-
-def verify(path: Path, *, bar: bool = True) -> str:
-    """Raise InvalidCheckpoint unless the file is exactly what was written. Returns its SHA-256."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            length = os.fstat(file.fileno()).st_size - COMMENT_LENGTH
-            positions = range(0, length, BLOCK)
-            for position in progress(positions, f"verifying {path.name}") if bar else positions:
-                digest.update(file.read(min(BLOCK, length - position)))
-            comment = file.read()
-    except OSError as error:
-        raise InvalidCheckpoint(path, f"it cannot be read: {error.strerror}") from error
-    if length <= 0:
-        raise InvalidCheckpoint(path, "it is empty or truncated")
-    if not comment.startswith(COMMENT_PREFIX):
-        raise InvalidCheckpoint(path, "it is truncated, or of another program: it has no digest at its end")
-    if comment != COMMENT_PREFIX + digest.hexdigest().encode():
-        raise InvalidCheckpoint(path, "its digest does not match: it was damaged after it was written")
-    return digest.hexdigest()
-
-
-class HashingWriter:
-    """A file for torch.save: computes the digest on the way, and holds back the end record to add a comment to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest, self.held_back = file, hashlib.sha256(), b""
-        self.flush = file.flush
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        size = view.nbytes
-        if size < END_RECORD_LENGTH:
-            view = memoryview(self.held_back + view)
-        else:  # perhaps large: pass it on without a copy
-            self._put(self.held_back)
-        self._put(view[:-END_RECORD_LENGTH])
-        self.held_back = bytes(view[-END_RECORD_LENGTH:])
-        return size
-
-    def finish(self) -> str:
-        """Write the end record, and the digest, which it returns, as the comment."""
-        assert self.held_back.startswith(END_RECORD), "torch.save wrote no zip archive"
-        self._put(self.held_back[:-2] + COMMENT_LENGTH.to_bytes(2, "little"))
-        self.file.write(COMMENT_PREFIX + self.digest.hexdigest().encode())
-        return self.digest.hexdigest()
-
-    def _put(self, data: Any) -> None:
-        self.digest.update(data)
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
 
 
 # ---- rows in other files --------------------------------------------------------------------------------------------
@@ -199,7 +76,7 @@ def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
                 if digest != files[file]:
                     raise InvalidCheckpoint(file, "it is not the file that was written for this checkpoint")
         for file in files:
-            for keys, tensor in _load(file).items():
+            for keys, tensor in load(file).items():
                 rows.setdefault(keys, []).append(tensor)
     except InvalidCheckpoint as error:
         raise InvalidCheckpoint(path, f"of its files, {error}") from error
@@ -315,7 +192,7 @@ class CheckpointDirectory:
                     kept += 1
         with suppress(InvalidCheckpoint), storage_errors(self.rows):  # of one that cannot be read now, keep the rows
             listing = [*self.paths(), *filter(Path.exists, [self.best_path])] if self.rows.exists() else []
-            listed = {name for path in listing for name in _load(path).get(ROWS, {})}
+            listed = {name for path in listing for name in load(path).get(ROWS, {})}
             for file in self.rows.glob("*.pt"):  # of checkpoints that are gone, or that were never complete
                 if file.name not in listed:
                     file.unlink()
@@ -335,9 +212,9 @@ def read_on_main(
     while not ctx.on_main(reader.finish, ctx.monitor.timeout / 4):  # the others would take it for lost
         pass
     rows = found.pop(ROWS, {})
-    load: ForTensor = lambda keys, tensor: torch.cat(rows[keys]) if keys in rows else tensor  # noqa: E731
-    content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep, load)
-    return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep, load)[name]
+    whole: ForTensor = lambda keys, tensor: torch.cat(rows[keys]) if keys in rows else tensor  # noqa: E731
+    content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep, whole)
+    return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep, whole)[name]
 
 
 def size_of(content: Any) -> int:
