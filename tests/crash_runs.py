@@ -91,16 +91,26 @@ def record(folder: Path) -> None:
 
 
 def fail() -> None:
-    """Train once for each line, {"way", "output", "end", "killed", "environment"}. Print exit codes and output."""
+    """Train once for each line, {"way", "output", "end", "rank", "killed", "environment"}. Print exit codes and output.
+
+    Each rank has a log of its own, and the operations of `rank` fail.
+    """
+    train = main.main
+
+    def failing_main(order: dict[str, Any], config: Any, rank_env: Any) -> None:
+        for name, value in order["environment"].items():
+            os.environ[name] = value + str(rank_env.rank) if name == "FAIL_LOG" else value
+        if rank_env.rank != order["rank"]:
+            os.environ["FAIL_AT"] = "0"
+        train(config, rank_env)
+
     for line in sys.stdin:
         order = json.loads(line)
-        os.environ.update(order["environment"])
         command = [*options(order["way"], Path(order["output"])), "--max-steps", order["end"]]
-        ranks = start(WAYS[order["way"]][0], *command)
-        for name in order["environment"]:
-            del os.environ[name]
-        if order["killed"]:  # the other ranks would need seconds to be sure that rank 0 is lost
-            os.waitid(os.P_PID, ranks.pids[0], os.WEXITED | os.WNOWAIT)
+        with patch.object(main, "main", partial(failing_main, order)):
+            ranks = start(WAYS[order["way"]][0], *command)
+        if order["killed"]:  # the other ranks would need seconds to be sure that it is lost
+            os.waitid(os.P_PID, ranks.pids[order["rank"]], os.WEXITED | os.WNOWAIT)
             ranks.kill()
         print(json.dumps([ranks.wait(), ranks.output()]), flush=True)
 

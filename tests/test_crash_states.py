@@ -229,21 +229,25 @@ class Failing:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process: Any = subprocess.Popen([*map(str, RUNS), "fail"], env=variables, **pipes)
 
-    def train(self, end: int, number: int = 0, error: int = 0) -> tuple[list[int], str]:
-        """The exit codes of the ranks, and their output. `number`: of the operation that fails with `error`, from 1."""
-        self.log.unlink(missing_ok=True)
+    def train(self, end: int, rank: int = 0, number: int = 0, error: int = 0) -> tuple[list[int], str]:
+        """The exit codes of the ranks, and their output.
+
+        number: of the operation of `rank` that fails with `error`, from 1.
+        """
+        for log in self.log.parent.glob("operations*"):
+            log.unlink()
         fail = {"FAIL_FOLDER": self.output, "FAIL_LOG": self.log, "FAIL_AT": number, "FAIL_ERRNO": error}
         variables = {name: str(value) for name, value in fail.items()}
-        order: dict[str, Any] = {"way": self.way, "output": str(self.output), "end": end}
+        order: dict[str, Any] = {"way": self.way, "output": str(self.output), "end": end, "rank": rank}
         order |= {"killed": number > 0 and error == KILL}
         order["environment"] = variables
         print(json.dumps(order), file=self.process.stdin, flush=True)
         codes, output = json.loads(self.process.stdout.readline())
         return codes, output
 
-    def operations(self) -> list[str]:
+    def operations(self, rank: int) -> list[str]:
         """Those of the last run."""
-        return self.log.read_text().splitlines()
+        return Path(f"{self.log}{rank}").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -271,8 +275,8 @@ def kill_once_saved(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def points(failing: Failing, memory: Path, errors: Sequence[int]) -> Iterator[tuple[str, int, list[int], str]]:
-    """Resume a run once for each of its file operations and each error. Returns which, exit codes, and output.
+def points(failing: Failing, memory: Path, errors: Sequence[int]) -> Iterator[tuple[str, int, int, str]]:
+    """Resume a run once for each of its file operations and each error. Returns which, exit code of the rank, output.
 
     Of TensorBoard's operations, which are more than half, each has one of three errors, or every third is killed.
     """
@@ -283,18 +287,15 @@ def points(failing: Failing, memory: Path, errors: Sequence[int]) -> Iterator[tu
     shutil.copytree(failing.output, memory / "before")
     failing.train(END)
     shutil.move(failing.output, memory / "whole")
-    for number, operation in enumerate(failing.operations(), 1):
+    everyone = [failing.operations(rank) for rank in range(WAYS[failing.way][0])]
+    for rank, number, operation in [(rank, *each) for rank, all in enumerate(everyone) for each in enumerate(all, 1)]:
         for error in errors[number % 3 :][:1] if "/tensorboard/" in operation else errors:
             shutil.copytree(memory / "before", failing.output)
-            codes, output = failing.train(END, number, error)
-            operations = failing.operations()
+            codes, output = failing.train(END, rank, number, error)
+            operations = failing.operations(rank)
             if number <= len(operations):  # those of two threads may change places
-                yield (
-                    f"{number}: {operations[number - 1]}, {errno.errorcode.get(error, 'killed')}",
-                    error,
-                    codes,
-                    output,
-                )
+                what = errno.errorcode.get(error, "killed")
+                yield f"{number} of rank {rank}: {operations[number - 1]}, {what}", error, codes[rank], output
             shutil.rmtree(failing.output)
 
 
@@ -307,10 +308,9 @@ def test_an_error_at_any_operation_of_a_resume_and_a_save_is_one_line_and_damage
     before = None
     counts: dict[int, int] = {}
     left: dict[Any, str] = {}
-    for point, error, codes, output in points(failing, memory, ERRORS):
+    for point, error, code, output in points(failing, memory, ERRORS):
         before = before or checkpoints(memory / "before")
         warnings = [line for line in output.splitlines() if line.startswith(("warning", "error", "Traceback"))]
-        (code,) = codes
         counts[code] = counts.get(code, 0) + 1
         if code == 0:  # an earlier checkpoint is read, or TensorBoard is left out
             assert len(warnings) <= 1, (point, output)
@@ -333,8 +333,8 @@ def test_an_error_at_any_operation_of_a_resume_and_a_save_is_one_line_and_damage
 def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(failing: Failing, memory: Path) -> None:
     left: dict[Any, str] = {}
     killed = 0
-    for point, _, codes, output in points(failing, memory, [KILL]):
-        assert codes[0] == -signal.SIGKILL, (point, codes, output)
+    for point, _, code, output in points(failing, memory, [KILL]):
+        assert code == -signal.SIGKILL, (point, code, output)
         for path in failing.output.rglob("*.pt"):
             checkpoint.verify(path)  # no file with this name is ever incomplete
         resume_once(failing, memory, point, left)

@@ -1,5 +1,6 @@
 """A training run: its progress, when it logs, saves and stops, and how it ends."""
 
+import gc
 import logging
 import re
 import shlex
@@ -50,6 +51,7 @@ class Run:
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
+        self.frozen = False
         self.guards = False  # whether main.py called `guarded`
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.train_loader: Any = None  # from resume() on, as all below
@@ -190,6 +192,10 @@ class Run:
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
         state.step += 1
         state.samples_consumed += loader.global_batch
+        if not self.frozen:  # from now on, a full garbage collection does not visit what exists since the first step
+            gc.collect()
+            gc.freeze()
+            self.frozen = True
         self.log.step()
         complete = self._epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
