@@ -238,6 +238,7 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
         config = options("--shard", "--output-dir", str(folder), *more)
         files = RankFiles(config, ctx, CheckpointDirectory(config))
         files.open()
+        ctx.gather(None)
         assert not [*(folder / "rows").iterdir()]
         return files.used
 
