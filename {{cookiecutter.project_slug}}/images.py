@@ -52,7 +52,7 @@ class ImageDataset(BatchDataset):
 
     def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms, read_size: int | None) -> None:
         self.length, self.classes, self.transforms, self.read_size = length, classes, transforms, read_size
-        self._mean = self._std = torch.empty(0)
+        self._scale = self._shift = torch.empty(0)  # a pixel is multiplied by the one, then the other is added
 
     def __len__(self) -> int:
         return self.length
@@ -88,11 +88,12 @@ class ImageDataset(BatchDataset):
         """Normalise and resize: inputs [b, c, image_size, image_size] float, targets [b]."""
         targets, _, images = batch
         inputs = images.to(torch.float32, memory_format=self.transforms.memory_format)
-        if self._mean.shape[1:] != inputs.shape[1:] or self._mean.device != inputs.device:
+        if self._scale.shape[1:] != inputs.shape[1:] or self._scale.device != inputs.device:
             # As large as an image: with channels last, [1, c, 1, 1] would be broadcast value by value.
             one, values = torch.ones_like(inputs[:1]), (self.transforms.mean, self.transforms.std)
-            self._mean, self._std = (one * 255 * one.new_tensor(value).view(1, -1, 1, 1) for value in values)
-        inputs = inputs.sub_(self._mean).div_(self._std)
+            mean, std = (one * one.new_tensor(value).view(1, -1, 1, 1) for value in values)
+            self._scale, self._shift = 1 / (255 * std), -mean / std
+        inputs = torch.addcmul(self._shift, inputs, self._scale, out=inputs)
         size = self.transforms.image_size
         if inputs.shape[-1] != size:
             inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)

@@ -310,7 +310,7 @@ def _checked_terms(terms: Any) -> float:
 def backward(loss: Any, scaler: torch.amp.GradScaler, passes: int) -> None:
     """Add the gradients of `loss`, the mean of one of the `passes` of a step. Raises UsageError if it has none."""
     check_loss(loss)
-    scaler.scale(loss / passes).backward()
+    scaler.scale(loss if passes == 1 else loss / passes).backward()
 
 
 def grad_scaler(config: RunConfig, ctx: DistContext) -> torch.amp.GradScaler:
