@@ -276,3 +276,24 @@ def test_tied_weights_and_tensors_that_are_not_split_are_copied_as_they_are() ->
         return copy["steps"].numel()
 
     assert on_ranks(3, copied, "--device=cpu") == [1, 0, 0]
+
+
+def test_rows_are_kept_as_long_as_best_pt_or_a_checkpoint_lists_them(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(options("--output-dir", str(tmp_path), "--keep-checkpoints", "2"))
+    directory.path.mkdir()
+    directory.rows.mkdir()
+
+    def save(*steps: int) -> list[str]:
+        for step in steps:
+            files = dict(directory.write_rows(step, rank, {("model", "w"): torch.ones(3)}) for rank in range(2))
+            content = {"format": storage.FORMAT, "step": step, "model": {"w": torch.empty(6, device="meta")}}
+            directory.write({**content, "rows": files}, best=step == 1)
+        return sorted({path.name.partition("-")[0] for path in directory.rows.iterdir()})
+
+    assert save(1, 2, 3, 4, 5) == ["step_00000001", "step_00000004", "step_00000005"]
+    best = directory.best_path.read_bytes()
+    directory.best_path.write_bytes(best[:100])  # perhaps it can be read again later
+    assert save(6) == ["step_00000001", "step_00000004", "step_00000005", "step_00000006"]
+    directory.best_path.write_bytes(best)
+    assert save(7) == ["step_00000001", "step_00000006", "step_00000007"]
+    assert storage.read(directory.best_path)["model"]["w"].tolist() == [1] * 6
