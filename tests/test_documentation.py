@@ -257,6 +257,7 @@ def test_only_one_page_names_all_launch_scripts_and_it_says_that_they_may_be_abs
 OTHERS = {
     "diff",
     "MLFLOW_TRACKING_URI",
+    "TORCHINDUCTOR_CACHE_DIR",
     "set_transform",
     "default_rng",
     "define_metric",
