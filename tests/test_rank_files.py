@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +22,19 @@ from test_shard import Tied, options
 from test_storage import flipped, flips, mount, mounted
 
 import main
-from ddp.checkpoint import compare, merge, storage
+from config import Config
+from ddp.checkpoint import compare, merge, rank_files, storage
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.rank_files import RankFiles
+from ddp.checkpoint.reuse import init_weights, load_checkpoint
 from ddp.checkpoint.state import snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint
-from ddp.core.errors import CheckpointError, UsageError
+from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
+from ddp.training.run import Run
 from ddp.training.wrapping import wrap_model
 from faults import fault
 from processes import on_ranks, start, train
@@ -81,20 +86,27 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     sizes = [file.stat().st_size for file in files]
     assert max(sizes) < 0.6 * sum(sizes) and path.stat().st_size < 40_000
 
-    # One file, next to it and in its place; the run goes on from it, and deletes what nothing lists.
+    # predict.py needs the weights; --init-from any name of them.
+    content, _ = load_checkpoint(path, Config)
+    assert torch.equal(content["model"][first[1]], whole["model"][first[1]])
+    assert all(state["momentum_buffer"].is_meta for state in content["optimizer"]["state"].values())
+
+    # One file; the run goes on from it, and deletes what a save has left that was interrupted, and nothing else.
+    (output / "rows" / "unfinished").write_text("step_00000003-")
     (output / "rows" / "step_00000003-rank_0-0badcafe.pt").write_bytes(b"of a save that was interrupted")
     (output / "rows" / f"half{TMP_PATTERN[1:]}").write_bytes(b"")
     command = [sys.executable, "-m", "ddp.checkpoint.merge", path]
     done = subprocess.run([*command, tmp_path / "one.pt"], cwd=PROJECT_DIR, capture_output=True, text=True)
     assert done.returncode == 0 and re.fullmatch(rf"{tmp_path}/one.pt has everything: [\d.]+ MB\n", done.stdout), done
-    merge.main([str(path)])
     one = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert path.read_bytes() == (tmp_path / "one.pt").read_bytes() and "rows" not in one
+    assert "rows" not in one
+    path.unlink()  # best.pt is a link to it
+    shutil.copy(tmp_path / "one.pt", path)
     assert all(torch.equal(one["model"][name], weight) for name, weight in whole["model"].items())
     other = Path(shutil.copytree(trained, tmp_path / "whole"))
     for each in (output, other):
         train(3, *GIVEN, each, "--max-steps", 8)
-    assert not [*output.rglob(TMP_PATTERN)]
+    assert not [*output.rglob(TMP_PATTERN), *output.rglob("unfinished")]
     left = [file for each in sorted(output.rglob("checkpoints/*.pt"))[::2] for file in listed(each)]
     assert {*(output / "rows").iterdir()} == {*left, *listed(output / "best.pt")}
     assert compare.differences(other, output) == []
@@ -105,9 +117,12 @@ def test_merge_refuses_in_one_line_what_it_cannot_read(trained: Path, tmp_path: 
     with pytest.raises(
         CheckpointError, match=rf"{alone} cannot be used: of its files, {tmp_path}/rows/step_\S+ cannot"
     ):
-        merge.main([str(alone)])
+        merge.main([str(alone), str(tmp_path / "new.pt")])
+    with pytest.raises(UsageError, match=rf"{alone} exists: choose another FILE"):
+        merge.main([str(newest(trained)), str(alone)])
+    assert [*tmp_path.iterdir()] == [alone]
     done = subprocess.run(
-        [sys.executable, "-m", "ddp.checkpoint.merge", tmp_path / "no.pt"],
+        [sys.executable, "-m", "ddp.checkpoint.merge", tmp_path / "no.pt", tmp_path / "new.pt"],
         cwd=PROJECT_DIR,
         capture_output=True,
         text=True,
@@ -159,7 +174,8 @@ def test_a_kill_between_the_files_and_the_list_leaves_the_checkpoint_before(
         assert ranks.wait()[0] == -signal.SIGKILL
     assert newest(tmp_path / "run").name == "step_00000002.pt"
     names = {path.name for path in (tmp_path / "run" / "rows").iterdir()}
-    assert len(names) == 6
+    assert len(names) == 7
+    assert (tmp_path / "run" / "rows" / "unfinished").read_text() == "step_00000004-"
     assert "at step 2" in train(3, *given)
     old = {path for path in (tmp_path / "run" / "rows").glob("step_00000004-*") if path.name in names}
     assert not old, "those of the save that was interrupted are deleted"
@@ -185,6 +201,56 @@ def test_a_rank_that_is_lost_while_it_writes_does_not_keep_the_others_waiting(
     assert ranks.wait() == [8, -signal.SIGKILL, 8] and time.monotonic() - lost < 20  # of 25 s for a last save
     assert "rank 1 was lost" in ranks.output(0) and "resumable from step 2" in ranks.output(0)
     assert newest(tmp_path).name == "step_00000002.pt"
+
+
+def test_a_save_in_flight_is_completed_if_a_rank_fails_that_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost a DataLoader worker, for example, which has the same exit code as a lost rank."""
+    write_rows = CheckpointDirectory.write_rows
+
+    def write_slowly(self: CheckpointDirectory, step: int, rank: int, rows: Any) -> tuple[str, str]:
+        time.sleep(6 * (rank == 2))  # longer than lost ranks have to respond
+        return write_rows(self, step, rank, rows)
+
+    def fail(run: Run) -> None:
+        if run.ctx.rank == 1 and run.state.step == 3:
+            raise PeerLost("a DataLoader worker was killed")
+
+    monkeypatch.setattr(CheckpointDirectory, "write_rows", write_slowly)
+    ranks = start(3, *GIVEN, tmp_path, "--checkpoint-every", 2, "--max-steps", 8, after_step=fail)
+    assert ranks.wait() == [8, 8, 8], ranks.output()
+    assert storage.read(newest(tmp_path))["step"] == 2
+
+
+def test_a_rank_that_cannot_tell_rank_0_about_its_file_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(found: Any) -> bytes:
+        raise RuntimeError("the connection broke")
+
+    monkeypatch.setattr(rank_files, "pickle", SimpleNamespace(dumps=fail, loads=pickle.loads))
+    ranks = start(2, *GIVEN, tmp_path, "--checkpoint-every", 2, "--max-steps", 8, "--timeout", 8)
+    assert ranks.wait() == [1, 1], ranks.output()
+    assert "rank 1 failed: RuntimeError: the connection broke" in ranks.output(0)
+    assert not [*(tmp_path / "checkpoints").iterdir()]
+
+
+def test_a_weight_may_be_called_rows(tmp_path: Path) -> None:
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.zeros(3, 2))
+
+    torch.save({"rows": torch.ones(3, 2)}, tmp_path / "weights.pt")
+
+    def loaded(ctx: DistContext) -> bool:
+        model = Table()
+        given = ("--init-from", str(tmp_path / "weights.pt"), "--output-dir", str(tmp_path))
+        init_weights(model, options(*given), ctx)
+        return bool((model.rows == 1).all())
+
+    assert on_ranks(2, loaded, "--device=cpu") == [True, True]
 
 
 @fault(7)
@@ -278,22 +344,62 @@ def test_tied_weights_and_tensors_that_are_not_split_are_copied_as_they_are() ->
     assert on_ranks(3, copied, "--device=cpu") == [1, 0, 0]
 
 
-def test_rows_are_kept_as_long_as_best_pt_or_a_checkpoint_lists_them(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(options("--output-dir", str(tmp_path), "--keep-checkpoints", "2"))
-    directory.path.mkdir()
-    directory.rows.mkdir()
+@pytest.fixture
+def directory(tmp_path: Path, request: pytest.FixtureRequest) -> CheckpointDirectory:
+    """An output directory of this name, whose folder of checkpoints may be on another disk."""
+    output = tmp_path / request.param
+    (tmp_path / "scratch").mkdir()
+    output.mkdir()
+    (output / "checkpoints").symlink_to(tmp_path / "scratch")
+    (output / "rows").mkdir()
+    return CheckpointDirectory(options("--output-dir", str(output), "--keep-checkpoints", "2"))
 
-    def save(*steps: int) -> list[str]:
-        for step in steps:
-            files = dict(directory.write_rows(step, rank, {("model", "w"): torch.ones(3)}) for rank in range(2))
-            content = {"format": storage.FORMAT, "step": step, "model": {"w": torch.empty(6, device="meta")}}
-            directory.write({**content, "rows": files}, best=step == 1)
-        return sorted({path.name.partition("-")[0] for path in directory.rows.iterdir()})
 
-    assert save(1, 2, 3, 4, 5) == ["step_00000001", "step_00000004", "step_00000005"]
+def save(directory: CheckpointDirectory, *steps: int, best: int = 0) -> list[int]:
+    """Save `steps`, and return those of which there are rows."""
+    for step in steps:
+        directory.begin(step)
+        files = dict(directory.write_rows(step, rank, {("model", "w"): torch.full([3], step)}) for rank in range(2))
+        content = {"format": storage.FORMAT, "step": step, "model": {"w": torch.empty(6, device="meta")}}
+        directory.write({**content, "rows": files}, best=step == best)
+    assert not (directory.rows / "unfinished").exists()
+    return sorted({int(path.name[5:13]) for path in directory.rows.iterdir()})
+
+
+def weights_in(path: Path) -> list[int]:
+    return storage.read(path)["model"]["w"].tolist()
+
+
+@pytest.mark.parametrize("directory", ["run", "checkpoints"], indirect=True)
+def test_rows_are_kept_as_long_as_any_file_of_the_run_lists_them(
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert save(directory, 1, 2, 3, best=1) == [1, 2, 3]
+    copied = Path(shutil.copy(directory.path_of(2), directory.path.parent / "keep.pt"))
+    assert save(directory, 4, 5) == [1, 2, 4, 5]
     best = directory.best_path.read_bytes()
     directory.best_path.write_bytes(best[:100])  # perhaps it can be read again later
-    assert save(6) == ["step_00000001", "step_00000004", "step_00000005", "step_00000006"]
+    assert save(directory, 6, 7) == [1, 2, 4, 5, 6, 7]
+    (line,) = [line for line in caplog.messages if "keeps old files meanwhile" in line]
+    assert line.startswith(f"warning: {directory.best_path} cannot be used: ")
     directory.best_path.write_bytes(best)
-    assert save(7) == ["step_00000001", "step_00000006", "step_00000007"]
-    assert storage.read(directory.best_path)["model"]["w"].tolist() == [1] * 6
+    assert save(directory, 8) == [1, 2, 7, 8]
+    found = [weights_in(path) for path in (directory.best_path, copied, *directory.paths())]
+    assert found == [[step] * 6 for step in (1, 2, 8, 7)] and directory.find()["step"] == 8
+    assert save(directory, 9, best=9) == [2, 8, 9], "the best one before is replaced"
+
+
+@pytest.mark.parametrize("directory", ["run"], indirect=True)
+def test_a_new_run_in_the_directory_leaves_the_rows_of_checkpoints_that_were_moved(
+    directory: CheckpointDirectory, tmp_path: Path
+) -> None:
+    save(directory, 1, 2)
+    moved = directory.path.rename(directory.path.parent / "old")
+    directory.path.mkdir()
+    new = CheckpointDirectory(directory.config)
+    new.delete_unfinished()
+    (directory.rows / "unfinished").write_text("step_0000")  # torn by a power failure
+    new.delete_unfinished()
+    assert save(new, 1, 2, 3, 4, 5) == [1, 2, 4, 5]
+    back = shutil.copy(moved / "step_00000002.pt", directory.path.parent)
+    assert weights_in(Path(back)) == [2] * 6

@@ -116,6 +116,8 @@ class CheckpointManager:
                 # 5. Report that it is on disk.
                 self._report_saved(step)
 
+        if self.rank_files.used:
+            self.ctx.on_main(self.directory.begin, step)
         if self.ctx.rank and self.rank_files.used:
             self.writer.start(write)
         self.ctx.on_main(lambda: self.writer.start(write))
@@ -124,7 +126,8 @@ class CheckpointManager:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
         # A write may take longer than --timeout, for which the others wait: so rank 0 answers now and then.
         while not self.ctx.on_main(self.writer.finish, self.config.timeout / 4):
-            pass
+            if self.writer.error is not None:  # this rank could not even tell rank 0
+                raise self.writer.error
         self.writer.done.wait()  # other ranks have written their rows by now
         if self.last_step is not None:
             self._report_saved(self.last_step)

@@ -1,8 +1,8 @@
 """Make one file, which torch.load alone can read, of a checkpoint whose rows are in other files (--shard).
 
-    python -m ddp.checkpoint.merge CHECKPOINT [FILE]
+    python -m ddp.checkpoint.merge CHECKPOINT FILE
 
-It replaces the checkpoint, unless FILE is given, and needs memory for it.
+It needs memory for all of it.
 """
 
 import sys
@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp.checkpoint import archive, storage
-from ddp.core.errors import UserError
+from ddp.core.errors import UsageError, UserError
 from ddp.core.files import storage_errors
 from ddp.core.options import OptionParser
 from ddp.core.process_exit import process_exit
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Raises InvalidCheckpoint or StorageError; then no file has changed."""
-    parser = OptionParser(usage="python -m ddp.checkpoint.merge CHECKPOINT [FILE]")
+    """Raises UsageError, InvalidCheckpoint or StorageError; then there is no new file."""
+    parser = OptionParser(usage="python -m ddp.checkpoint.merge CHECKPOINT FILE")
     parser.add_argument("checkpoint", help="such as runs/cifar10-ToyModel/best.pt", type=Path)
-    parser.add_argument("file", help="the new file; without it, the checkpoint is replaced", nargs="?", type=Path)
+    parser.add_argument("file", help="the new file", type=Path)
     given = parser.parse_args(words)
-    path = given.file or given.checkpoint
+    path = given.file
+    if path.exists():  # a run may be about to replace its best.pt
+        raise UsageError(f"{path} exists: choose another FILE")
     content = storage.read(given.checkpoint)
     with storage_errors(path, needed=storage.size_of(content)):
         archive.write(path, {name: part for name, part in content.items() if name not in ("path", storage.ROWS)})

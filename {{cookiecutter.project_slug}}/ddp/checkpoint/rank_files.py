@@ -11,10 +11,11 @@ import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ddp.checkpoint.storage import CheckpointDirectory
-from ddp.core.errors import PeerLost, UserError
+from ddp.core.errors import UserError
 from ddp.core.files import storage_errors, sync_directory
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
@@ -33,17 +34,26 @@ class RankFiles:
         self.saves = 0  # so far; the same on all ranks
 
     def open(self) -> None:
-        """Find out whether all ranks can write to the folder that rank 0 sees. Call on every rank."""
+        """Find out whether all ranks can write what rank 0 can read. Call on every rank."""
         ctx, folder = self.ctx, self.directory.rows
         if not self.config.shard or ctx.world_size == 1 or self.config.mirror:
             return
-        probe = f".probe-{ctx.on_main(self._create)}-{{}}.tmp"
+        token = ctx.on_main(self._create)
+
+        def probe(rank: int) -> Path:
+            return folder / f".probe-{token}-{rank}.tmp"
+
+        def can_read(rank: int) -> bool:
+            with suppress(OSError):
+                return probe(rank).read_text() == token
+            return False
+
         with suppress(OSError):
-            (folder / probe.format(ctx.rank)).touch()
+            probe(ctx.rank).write_text(token)
         ctx.gather(None)
-        self.used = ctx.on_main(lambda: all((folder / probe.format(rank)).exists() for rank in range(ctx.world_size)))
+        self.used = ctx.on_main(lambda: all(map(can_read, range(ctx.world_size))))
         with suppress(OSError):
-            (folder / probe.format(ctx.rank)).unlink()
+            probe(ctx.rank).unlink()
         if not self.used:
             log.info(f"not all processes see {folder.parent}: rank 0 collects each checkpoint in its memory")
 
@@ -52,19 +62,20 @@ class RankFiles:
         with storage_errors(self.directory.rows):
             self.directory.rows.mkdir(exist_ok=True)
             sync_directory(self.directory.rows.parent)
+        self.directory.delete_unfinished()
         return os.urandom(4).hex()
 
     def collect(self, write: Callable[[], Written | None]) -> dict[str, str]:
         """Call `write` in the background: on rank 0, and on all others if files are `used`.
 
-        Returns what it returned on all ranks, on rank 0, where it raises what any rank has raised; or PeerLost, if a
-        rank is lost, whose file will not come.
+        Returns what it returned on all ranks, on rank 0, where it raises what any rank has raised; or why the run ends,
+        if a rank is lost, whose file will not come. One that only fails still writes its file.
         """
         if not self.used:
             write()
             return {}
         self.saves += 1
-        store, rank = self.ctx.monitor.store, self.ctx.rank
+        monitor, store, rank = self.ctx.monitor, self.ctx.monitor.store, self.ctx.rank
         keys = [f"rows/{self.saves}/{other}" for other in range(1, self.ctx.world_size)]
         try:
             found: Any = write()
@@ -77,8 +88,7 @@ class RankFiles:
             store.set(keys[rank - 1], answer)
             return {}
         while not store.check(keys):
-            if isinstance(self.ctx.monitor.cause, PeerLost):
-                raise self.ctx.monitor.cause
+            monitor.raise_if_lost([other for other, key in enumerate(keys, 1) if not store.check([key])])
             time.sleep(POLL_INTERVAL_S)
         everyone = [found, *(pickle.loads(store.get(key)) for key in keys)]
         for key in keys:

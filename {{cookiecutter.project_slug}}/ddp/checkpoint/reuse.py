@@ -81,7 +81,9 @@ def _saved_options(path: Path) -> dict[str, Any]:
 
 def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, Any], Config]:
     """The content of a checkpoint, and all options that its run had. Raises CheckpointError."""
-    content = storage.read(path)
+    content = storage.read(path, join=False)
+    weights = {name: content[name] for name in ("model", "ema") if name in content}  # not the optimizer: it is larger
+    content |= storage.join_rows(weights, content[storage.ROWS])
     if "dataset" not in content:
         raise CheckpointError(f"{path} is of an earlier version of this project, which did not store the classes")
     names = {item.name for item in dataclasses.fields(config_class)}
@@ -110,11 +112,11 @@ def init_weights(
     own = model.state_dict()
 
     def keep(keys: tuple[str, ...], tensor: Tensor) -> Tensor:
-        like = own.get(keys[0], tensor)
+        like = own.get(keys[1], tensor)
         return shard_like(like, tensor) if is_sharded(like) and like.shape == tensor.shape else tensor
 
-    weights, _ = read_on_main(ctx, lambda: read_weights(config, name), keep)
-    loaded = load_weights(model, weights, source)
+    content, _ = read_on_main(ctx, lambda: {"weights": read_weights(config, name)}, keep)
+    loaded = load_weights(model, content["weights"], source)
     _refuse_random_constants(model, loaded, build, config, ctx)
 
 

@@ -5,16 +5,16 @@ checkpoint lists the names and digests of these files, and has empty meta tensor
 
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
-without the new one: old ones are deleted last. A *.tmp file may remain, which the next start deletes, and rows that no
-checkpoint lists, which the next save deletes. The lines of metrics.jsonl that led to a checkpoint were synced before
-it. A resumed run deletes the lines after its checkpoint, and syncs the file again. status.json and config.json are not
-synced: they may be old or empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
+without the new one: old ones are deleted last. A *.tmp file may remain, and rows that no checkpoint lists; the next
+start deletes both. The lines of metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the
+lines after its checkpoint, and syncs the file again. status.json and config.json are not synced: they may be old or
+empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
 """
 
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -36,6 +36,7 @@ from ddp.distributed.tensors import leaves, map_named
 log = logging.getLogger(__name__)
 FORMAT = 3
 ROWS = "rows"  # under this name, a checkpoint lists files with the rows of its tensors: the name -> the digest
+UNFINISHED = "unfinished"  # a file there: the begin of the names of files that no checkpoint lists yet
 NAME = re.compile(r"step_\d{8,}\.pt")
 RowsOfAll = dict[tuple[Any, ...], list[torch.Tensor]]  # the keys of a tensor -> the rows of each rank
 
@@ -59,8 +60,15 @@ def read(path: Path, *, join: bool = True) -> dict[str, Any]:
 
 def rows_folder(path: Path) -> Path:
     """The folder of the files that a checkpoint lists: it is next to best.pt, and to the folder of the others."""
-    path = path.resolve()
-    return (path.parent.parent if path.parent.name == "checkpoints" else path.parent) / ROWS
+    path = path.resolve() if path.is_symlink() else path.absolute()
+    inside = NAME.fullmatch(path.name) and path.parent.name == "checkpoints"
+    return (path.parent.parent if inside else path.parent) / ROWS
+
+
+def listed_rows(path: Path) -> set[str]:
+    """The names of the files that a checkpoint lists. Raises InvalidCheckpoint."""
+    content = load(path)
+    return set(content.get(ROWS, {})) if isinstance(content, dict) else set()
 
 
 def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
@@ -115,7 +123,9 @@ class CheckpointDirectory:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, Path(config.output_dir) / "checkpoints"
         self.best_path = self.path.parent / "best.pt"
-        self.rows = rows_folder(self.best_path)
+        self.rows = self.path.parent / ROWS
+        self.dropped: set[str] = set()  # the names of files that were listed by what this process has deleted
+        self.warned = False
         self.verified: set[Path] = set()  # the checkpoints that this process has written or verified
 
     def paths(self) -> list[Path]:
@@ -159,6 +169,7 @@ class CheckpointDirectory:
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""
         path = self.path_of(content["step"])
+        self._drop_rows_of([path, self.best_path] if best else [path])  # which are about to be replaced
         with storage_errors(path, needed=size_of(content)):
             if best:  # first, so that no checkpoint ever names a better best.pt than there is
                 write(self.best_path, content)
@@ -167,6 +178,22 @@ class CheckpointDirectory:
                 write(path, content)
         self.verified.add(path)
         self.prune()
+        with storage_errors(self.rows):
+            (self.rows / UNFINISHED).unlink(missing_ok=True)
+
+    def begin(self, step: int) -> None:
+        """Note that rows of `step` are written, and not listed yet. Raises StorageError."""
+        with storage_errors(self.rows):
+            (self.rows / UNFINISHED).write_text(f"step_{step:08d}-")
+
+    def delete_unfinished(self) -> None:
+        """Delete the rows of a save that was interrupted. Raises StorageError."""
+        with storage_errors(self.rows), suppress(FileNotFoundError):
+            begin = (self.rows / UNFINISHED).read_text()
+            if re.fullmatch(r"step_\d{8,}-", begin):  # otherwise it is torn
+                self.dropped |= {name for name in os.listdir(self.rows) if name.startswith(begin)}
+                self._delete_dropped_rows([])
+            (self.rows / UNFINISHED).unlink()
 
     def write_rows(self, step: int, rank: int, rows: dict[Any, Any]) -> tuple[str, str]:
         """Write the rows of one rank. Returns the name of the file, which no other one ever had, and its digest."""
@@ -179,23 +206,41 @@ class CheckpointDirectory:
 
         Raises StorageError.
         """
-        paths, kept = self.paths(), 0
+        paths, kept, old = self.paths(), 0, []
         with storage_errors(self.path):
             for path in paths if len(paths) > self.config.keep_checkpoints else ():
                 if kept == self.config.keep_checkpoints:
-                    path.unlink()
+                    old.append(path)
                     continue
                 with suppress(InvalidCheckpoint):
                     if path not in self.verified:
                         read(path, join=False)
                     self.verified.add(path)
                     kept += 1
-        with suppress(InvalidCheckpoint), storage_errors(self.rows):  # of one that cannot be read now, keep the rows
-            listing = [*self.paths(), *filter(Path.exists, [self.best_path])] if self.rows.exists() else []
-            listed = {name for path in listing for name in load(path).get(ROWS, {})}
-            for file in self.rows.glob("*.pt"):  # of checkpoints that are gone, or that were never complete
-                if file.name not in listed:
-                    file.unlink()
+            self._drop_rows_of(old)
+            if self.dropped:  # their rows first: a kill in between leaves a file that lists what is to be deleted
+                self._delete_dropped_rows(old)
+            for path in old:
+                path.unlink()
+
+    def _drop_rows_of(self, paths: Iterable[Path]) -> None:
+        for path in paths if self.rows.exists() else ():
+            with suppress(InvalidCheckpoint):
+                self.dropped |= listed_rows(path)
+
+    def _delete_dropped_rows(self, old: Collection[Path]) -> None:
+        """Delete the dropped rows that no file of this run lists, nor a copy of one: those of `old` do not count."""
+        names = [folder / name for folder in (self.path.parent, self.path) for name in os.listdir(folder)]
+        try:
+            needed = {name for path in names if path.suffix == ".pt" and path not in old for name in listed_rows(path)}
+        except InvalidCheckpoint as error:
+            if not self.warned:
+                log.warning(f"warning: {error}; {self.rows} keeps old files meanwhile, because it may list them")
+            self.warned = True
+            return
+        for name in self.dropped - needed:
+            (self.rows / name).unlink(missing_ok=True)
+        self.dropped.clear()
 
 
 def read_on_main(
