@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -49,9 +50,14 @@ def main() -> int:
 def digest(output_dir: Path) -> str:
     """SHA-256 of all tensors of the newest checkpoint, and of the metrics; times differ between runs."""
     found = hashlib.sha256()
-    with zipfile.ZipFile(max((output_dir / "checkpoints").glob("step_*.pt"))) as archive:
-        for record in sorted(archive.namelist()):
-            found.update(archive.read(record) if "/data/" in record else b"")
+    files = [max((output_dir / "checkpoints").glob("step_*.pt"))]
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            for record in sorted(archive.namelist()):
+                found.update(archive.read(record) if "/data/" in record else b"")
+                if record.endswith("/data.pkl") and len(files) == 1:  # with --shard, it lists files of the ranks
+                    names = re.findall(rb"step_\d+-rank_\d+-\w{8}\.pt", archive.read(record))
+                    files += [output_dir / "rows" / name.decode() for name in names]
     for line in (output_dir / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         found.update(repr([values[name] for name in ("step", "split", "loss", "accuracy")]).encode())

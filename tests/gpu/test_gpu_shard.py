@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpu_project import DEVICE, Project
 from outputs import lines, newest, weights_and_momentum
+
+from ddp.checkpoint import storage
 
 Answer = Callable[[str], None]
 FAST = ("--batch-size", 64, "--log-every", 10, "--max-steps", 30, "--deterministic")
@@ -18,7 +19,7 @@ two_gpus = pytest.mark.needs_gpu(count=2 * (DEVICE != "cpu"))
 
 
 def weights(output_dir: Path) -> dict[str, Any]:
-    return torch.load(newest(output_dir), weights_only=True)["model"]
+    return storage.read(newest(output_dir))["model"]
 
 
 @pytest.mark.parametrize("processes", [(), pytest.param(TWO, marks=two_gpus)], ids=["one", "two"])
