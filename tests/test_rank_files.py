@@ -297,8 +297,8 @@ def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path, monkeypatch
 
 
 def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_mirror(tmp_path: Path) -> None:
-    def used(ctx: DistContext, *more: str) -> bool:
-        folder = tmp_path / "ours" if ctx.rank == 0 else tmp_path / "theirs"
+    def used(ctx: DistContext, theirs: str, *more: str) -> bool:
+        folder = tmp_path / ("ours" if ctx.rank == 0 else theirs)
         folder.mkdir(exist_ok=True)
         (folder / "rows").mkdir(exist_ok=True)  # as on two machines, each with a run of this name
         config = options("--shard", "--output-dir", str(folder), *more)
@@ -308,9 +308,10 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
         assert not [*(folder / "rows").iterdir()]
         return files.used
 
-    assert on_ranks(3, used, "--device=cpu") == [False] * 3
+    assert on_ranks(3, lambda ctx: used(ctx, "theirs"), "--device=cpu") == [False] * 3
+    assert on_ranks(3, lambda ctx: used(ctx, "ours"), "--device=cpu") == [True] * 3
     mirror = ("--mirror", f"file://{tmp_path / 'theirs'}")
-    assert on_ranks(2, lambda ctx: used(ctx, *mirror), "--device=cpu") == [False] * 2
+    assert on_ranks(2, lambda ctx: used(ctx, "ours", *mirror), "--device=cpu") == [False] * 2
     # A run that has such files already is refused: the mirror would have checkpoints without their rows.
     config = options("--shard", "--output-dir", str(tmp_path / "ours"), *mirror)
     (tmp_path / "ours" / "rows" / "step_00000002-rank_0-0badcafe.pt").write_bytes(b"")
@@ -400,6 +401,10 @@ def test_a_new_run_in_the_directory_leaves_the_rows_of_checkpoints_that_were_mov
     new.delete_unfinished()
     (directory.rows / "unfinished").write_text("step_0000")  # torn by a power failure
     new.delete_unfinished()
+    new.begin(3)
+    new.write_rows(3, 0, {("model", "w"): torch.ones(3)})
+    new.delete_unfinished()  # at once: the mark that names them is gone afterwards
+    assert sorted(path.name[:13] for path in new.rows.iterdir()) == ["step_00000001"] * 2 + ["step_00000002"] * 2
     assert save(new, 1, 2, 3, 4, 5) == [1, 2, 4, 5]
     back = shutil.copy(moved / "step_00000002.pt", directory.path.parent)
     assert weights_in(Path(back)) == [2] * 6

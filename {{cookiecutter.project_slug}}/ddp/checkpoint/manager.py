@@ -118,8 +118,8 @@ class CheckpointManager:
 
         if self.rank_files.used:
             self.ctx.on_main(self.directory.begin, step)
-        if self.ctx.rank and self.rank_files.used:
-            self.writer.start(write)
+            if self.ctx.rank:
+                self.writer.start(write)
         self.ctx.on_main(lambda: self.writer.start(write))
 
     def wait(self) -> None:

@@ -5,10 +5,10 @@ checkpoint lists the names and digests of these files, and has empty meta tensor
 
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
-without the new one: old ones are deleted last. A *.tmp file may remain, and rows that no checkpoint lists; the next
-start deletes both. The lines of metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the
-lines after its checkpoint, and syncs the file again. status.json and config.json are not synced: they may be old or
-empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
+without the new one: old ones are deleted last. A *.tmp file may remain, and rows of that save; the next start deletes
+them, the rows if their mark reached the disk. The lines of metrics.jsonl that led to a checkpoint were synced before
+it. A resumed run deletes the lines after its checkpoint, and syncs the file again. status.json and config.json are not
+synced: they may be old or empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
 """
 
 import logging

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddp import __version__
+from ddp.checkpoint.storage import ROWS
 from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
 from ddp.core.run_config import RunConfig, hyperparameters
@@ -44,14 +45,13 @@ class OutputDir:
             new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for folder in (self.path, self.checkpoints):
+            for folder in (self.path, self.checkpoints, self.path / ROWS):
                 for left_over in folder.glob(TMP_PATTERN):
                     left_over.unlink()
+            for folder in (self.path, self.checkpoints):
                 with atomic_write(folder / ".probe", durable=True) as file:
                     file.write(bytes(4096))
                 (folder / ".probe").unlink()
-            for left_over in (self.path / "rows").glob(TMP_PATTERN):  # with --shard
-                left_over.unlink()
             for folder in (self.path.absolute(), self.checkpoints, *new):
                 # POSIX: a new directory survives a power failure only if its parent was synced as well.
                 with suppress(OSError):  # the parent may not be readable
