@@ -243,7 +243,9 @@ def test_the_costs_of_scale_are_measured(tmp_path: Path) -> None:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| [^|]*\d", line)]
-    assert [row[0] for row in rows if row[0][0].isdigit()] == ["2", "1,024", "8,192", "0.062 GB"], done.stdout
+    kinds = ["2", "1,024", "8,192", "0.062 GB", "0.062 GB"]
+    assert [row[0] for row in rows if row[0][0].isdigit()] == kinds, done.stdout
+    assert [row[1] for row in rows if row[0] == "0.062 GB"] == ["one", "one per rank"], done.stdout
     cost = {row[0]: float(row[3].rstrip("%")) for row in rows if row[0] in ("2", "1,024", "8,192")}
     assert 0 < cost["1,024"] <= 0.5 and 0 < cost["8,192"] <= 0.5
     assert (tmp_path / "scale.png").stat().st_size > 10_000
