@@ -822,9 +822,7 @@ def test_a_rank_that_is_killed_while_others_wait_for_their_gpus(
 
 
 @fault(38)
-def test_steps_that_take_long_are_no_lost_rank(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_take_long_are_no_lost_rank(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked to stop in a step that takes longer than ranks usually need to agree, they save and exit with 75."""
     monkeypatch.setattr(stop_sync, "SYNC_INTERVAL_S", 0)  # they agree after each step
     monkeypatch.setattr(stop_sync, "MAX_COST", 1.0)
