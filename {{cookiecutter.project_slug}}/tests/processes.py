@@ -37,7 +37,7 @@ class Ranks:
     def __init__(self, world_size: int, target: Callable[[RankEnv], int]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        gc.freeze()  # a garbage collection in a rank would copy the memory that it shares with the test: it writes to all
+        gc.freeze()  # a garbage collection in a rank writes to, and so copies, all memory that it shares with the test
         self.pids = [self._fork(rank, world_size, target) for rank in range(world_size)]
         gc.unfreeze()
         self.codes: list[int] = []  # the exit codes of the ranks that `wait` has waited for
