@@ -335,7 +335,7 @@ def save_and_resume(size_mb: int, device: str, shard: bool, folder: Path, ctx: A
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def manager() -> CheckpointManager:
-        return CheckpointManager(config, ctx, on_saved=lambda step: None)
+        return CheckpointManager(config, ctx)
 
     model = torch.nn.ParameterList(weights)
     first, second = manager(), manager()

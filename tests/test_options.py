@@ -35,8 +35,9 @@ from torch.utils.data import TensorDataset, get_worker_info
 import data
 import main
 from config import Config
-from ddp.core.errors import SetupError, UsageError, report_error
+from ddp.core.errors import SetupError, UsageError
 from ddp.core.options import OptionParser, option
+from ddp.core.process_exit import ProcessExit
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import TrainLoader
@@ -355,7 +356,7 @@ def test_the_program_exits_2_with_one_line(template: Path) -> None:
 def test_a_line_break_in_a_value_does_not_add_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError) as raised:
         Config.parse(["--precision", "a\nb"])
-    report_error(raised.value)
+    ProcessExit().handle_exception(raised.value)
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -614,7 +614,7 @@ def test_a_rank_that_resumes_needs_no_memory_for_a_second_model(tmp_path: Path) 
         loader: Any = SimpleNamespace(dataset=None, global_batch=1, length=1, wait_s=0.0, order_facts=dict)
         loader.keep_order = lambda facts: None
         config = Config.parse(["--output-dir", str(tmp_path)])
-        first, second = (CheckpointManager(config, ctx, on_saved=lambda step: None) for _ in range(2))
+        first, second = (CheckpointManager(config, ctx) for _ in range(2))
         first.resume(loader, parts)
         for number in range(6):
             parts[f"queue_{number}"].numbers += number

@@ -17,12 +17,13 @@ from ddp.checkpoint.archive import InvalidCheckpoint
 from ddp.checkpoint.fit import run_differences, scale_change
 from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.rank_files import RankFiles, Written
-from ddp.checkpoint.state import Rows, TrainState, digest, find_non_finite, snapshot
+from ddp.checkpoint.state import Rows, TrainState, digest, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files, read_status
 from ddp.core.ledger import Ledger
+from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import describe
@@ -37,10 +38,10 @@ SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file th
 
 
 class CheckpointManager:
-    """Saves a run, and resumes it. `on_saved(step)` is called whenever a checkpoint is known to be on disk."""
+    """Saves a run, and resumes it."""
 
-    def __init__(self, config: RunConfig, ctx: DistContext, on_saved: Callable[[int], None]) -> None:
-        self.config, self.ctx, self.on_saved = config, ctx, on_saved
+    def __init__(self, config: RunConfig, ctx: DistContext) -> None:
+        self.config, self.ctx = config, ctx
         self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
@@ -51,7 +52,6 @@ class CheckpointManager:
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
         self.received: list[int] = []  # and that of the rows that this rank has received
         self.ledger = Ledger()
-        self.data_s: Callable[[], float] = lambda: 0.0  # seconds in which training waited for data
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -93,7 +93,7 @@ class CheckpointManager:
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
-        content = {**self.facts, **self._states(), **asdict(self.train_state), "time": self.record_time()}
+        content = {**self.facts, **self._states(), **asdict(self.train_state), "time": self.ledger.record()}
         self.last_step = step = self.train_state.step
         best = self.train_state.best_step == step
         # 3. On rank 0, copy it to host memory; with --shard, each rank copies its rows. Training may then continue.
@@ -138,14 +138,22 @@ class CheckpointManager:
                 Path(path).touch()
         if self.mirror is not None:
             self.mirror.request(step)
-        self.on_saved(step)
+        process_exit.record_saved(step)  # for the launcher
+        if self.ctx.rank == 0:
+            self.ctx.monitor.share_saved(step)  # for the other ranks
 
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.state.items()}
 
     def _find_non_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
+        """The names of those with a value that is not finite. tensors: pairs of keys and whatever they lead to."""
         checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
-        return find_non_finite((keys, part) for keys, part in tensors if keys[0] in checked)
+        return [
+            ".".join(map(str, keys))
+            for keys, part in tensors
+            if keys[0] in checked and isinstance(part, torch.Tensor) and part.is_floating_point()
+            if not (part.is_meta or local(part).isfinite().all())
+        ]
 
     def resume(self, train_loader: TrainLoader, state: Mapping[str, Any]) -> str | None:
         """Load `state` from the checkpoint of --resume, if any, and return its path; save `state` from then on.
@@ -168,7 +176,7 @@ class CheckpointManager:
             self.rank_files.open()
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
-        self.data_s = lambda: train_loader.wait_s
+        self.ledger.waited_s = lambda: train_loader.wait_s
         status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
         shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
         content, receive = self._read_on_main(partial(self._find, shapes), states)
@@ -182,10 +190,6 @@ class CheckpointManager:
         if own or lost:
             self.ledger.resume(content.get("time", {}), content.get("step", 0), status)
         return content.get("path")
-
-    def record_time(self) -> dict[str, Any]:
-        """Where the time of the run went so far."""
-        return self.ledger.record(self.data_s())
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
         """Its two results, with each tensor of a module in the place that it has in `states`."""

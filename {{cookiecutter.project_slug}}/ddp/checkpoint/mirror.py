@@ -77,7 +77,7 @@ class Mirror:
         before, now = ({name: each[name] for name in known} for each in (theirs.get("options", {}), self.options))
         if found := differences(before, now, "{name} was {first}, is {second}"):
             raise UsageError(f"--mirror {self.url} holds another run ({first_few(found)}): choose another URL")
-        local = next((step_of(path.name) for path in self.directory.paths() if is_good(path)), None)
+        local = next((step_of(path.name) for path in self.directory.paths() if self.directory.is_good(path)), None)
         if theirs and local is not None and theirs["run"] != ours.get("run"):
             raise UsageError(f"--mirror {self.url} holds another run than {self.output_dir}: choose another URL")
         if theirs and self.config.resume == "never":
@@ -313,14 +313,6 @@ class Mirror:
         except Exception as error:
             remedy = "check the address, the credentials and the network, or remove --mirror"
             raise SetupError(f"--mirror {self.url} cannot be used: {describe(error)}; {remedy}") from error
-
-
-def is_good(path: Path) -> bool:
-    """Whether a checkpoint is exactly what was written."""
-    with suppress(InvalidCheckpoint):
-        verify(path)
-        return True
-    return False
 
 
 def version(path: Path) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
-"""State in memory: the progress of a run; copy state for a checkpoint, check it, reduce it to a digest."""
+"""State in memory: the progress of a run; copy state for a checkpoint, reduce it to a digest."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -74,28 +74,14 @@ def snapshot(state: Any, streams: CpuStreams, keep: bool = True, rows: Rows | No
     return streams.download(lambda copy: map_named(state, partial(copy_once, copy)))
 
 
-def find_non_finite(tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """The names of those with a value that is not finite. tensors: pairs of keys and whatever they lead to."""
-    return [
-        ".".join(map(str, keys))
-        for keys, part in tensors
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and not _is_finite(local(part))
-    ]
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or bool(tensor.isfinite().all())
-
-
 def digest(state: Any) -> str:
     """SHA-256 of everything in `state`, tensors by their bytes."""
     result = hashlib.sha256()
     for keys, part in named_leaves(state):
-        if is_sharded(part):  # the ranks have different rows
+        if isinstance(part, torch.Tensor):
             result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
-        elif isinstance(part, torch.Tensor):
-            result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
-            result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            if not is_sharded(part):  # the ranks have different rows
+                result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
             result.update(f"{keys}{part!r}".encode())
     return result.hexdigest()

@@ -211,17 +211,21 @@ class CheckpointDirectory:
             for path in paths if len(paths) > self.config.keep_checkpoints else ():
                 if kept == self.config.keep_checkpoints:
                     old.append(path)
-                    continue
-                with suppress(InvalidCheckpoint):
-                    if path not in self.verified:
-                        read(path, join=False)
-                    self.verified.add(path)
-                    kept += 1
+                else:
+                    kept += self.is_good(path)
             self._drop_rows_of(old)
             if self.dropped:  # their rows first: a kill in between leaves a file that lists what is to be deleted
                 self._delete_dropped_rows(old)
             for path in old:
                 path.unlink()
+
+    def is_good(self, path: Path) -> bool:
+        """Whether a checkpoint can be used."""
+        with suppress(InvalidCheckpoint):
+            if path not in self.verified:
+                read(path, join=False)
+            self.verified.add(path)
+        return path in self.verified
 
     def _drop_rows_of(self, paths: Iterable[Path]) -> None:
         for path in paths if self.rows.exists() else ():

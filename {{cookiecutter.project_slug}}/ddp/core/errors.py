@@ -117,12 +117,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines)
 
 
-def report_error(error: BaseException, rank: int = 0) -> None:
-    """Print `error` as one line on stderr."""
-    prefix = "" if isinstance(error, Stopped | PeerFailed) else "error: "
-    print_line(f"{prefix}{one_line(error)}", 0 if isinstance(error, PeerFailed) else rank)  # PeerFailed names the rank
-
-
 def print_line(line: str, rank: int = 0) -> None:
     """Print one line on stderr in a single write, so that lines of several processes do not mix."""
     prefix = f"[rank {rank}] " if rank else ""

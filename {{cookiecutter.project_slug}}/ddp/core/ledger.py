@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp.core.errors import ExitCode, plural
@@ -29,14 +29,15 @@ class Ledger:
         self.offset = time.time() - time.perf_counter()  # the clock of the machine may be set while the run lasts
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `enter`
+        self.waited_s: Callable[[], float] = lambda: 0.0  # for how long this process has waited for data
         self.lost_at, self.noticed_at, self.lost_steps = 0.0, 0.0, 0  # of the process that was lost before, if any
 
     def now(self) -> float:
         return self.offset + time.perf_counter()
 
-    def enter(self, part: str, data_s: float) -> str:
-        """Another part begins; returns the one before. data_s: for how long this process has waited for data."""
-        now, before = self.now(), self.part
+    def enter(self, part: str) -> str:
+        """Another part begins; returns the one before."""
+        now, before, data_s = self.now(), self.part, self.waited_s()
         self.seconds[before] += now - self.since
         if before == "productive":
             self.seconds["data"] += data_s - self.data_s
@@ -44,9 +45,9 @@ class Ledger:
         self.part, self.since, self.data_s = part, now, data_s
         return before
 
-    def record(self, data_s: float) -> dict[str, Any]:
-        """What a later process continues from, and status.json shows."""
-        self.enter(self.part, data_s)
+    def record(self) -> dict[str, Any]:
+        """Where the time went so far: what a later process continues from, and status.json shows."""
+        self.enter(self.part)
         moments = {"since": self.first_start, "until": self.since, "stepped": self.stepped_at}
         return {**moments, "seconds": {**self.seconds}}
 

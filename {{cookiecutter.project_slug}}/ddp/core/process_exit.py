@@ -16,17 +16,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import NoReturn
 
-from ddp.core.errors import (
-    PeerFailed,
-    PeerLost,
-    SetupError,
-    Stopped,
-    UsageError,
-    exit_code_of,
-    one_line,
-    print_line,
-    report_error,
-)
+from ddp.core.errors import PeerFailed, PeerLost, SetupError, Stopped, UsageError, exit_code_of, one_line, print_line
 from ddp.core.files import atomic_write
 from ddp.core.stacks import is_owner_file
 
@@ -63,12 +53,6 @@ class ProcessExit:
         self.saved_step = step
         tell_launcher("saved", str(step))
 
-    def succeed(self) -> int:
-        """Record success. Returns the exit code."""
-        self.exiting_with = 0
-        tell_launcher("done", "")
-        return 0
-
     def handle_exception(self, error: BaseException) -> int:
         """Print `error`, record it for the launcher, return the exit code. Only a bug is printed with its traceback."""
         code = self._record(error)
@@ -93,7 +77,9 @@ class ProcessExit:
         """Print `error`, unless rank 0 prints the same. Returns whether this rank has."""
         prints = self.rank == 0 or not getattr(error, "on_every_rank", False)
         if prints:
-            report_error(error, self.rank)
+            prefix = "" if isinstance(error, Stopped | PeerFailed) else "error: "
+            rank = 0 if isinstance(error, PeerFailed) else self.rank  # PeerFailed names the rank
+            print_line(f"{prefix}{one_line(error)}", rank)
         return prints
 
     def _record(self, error: BaseException) -> int:

@@ -12,15 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import (
-    SAMPLER_REMEDY,
-    BatchDataset,
-    check_batch,
-    check_outputs,
-    data_name,
-    hooks_of,
-    set_epoch,
-)
+from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
 from ddp.data.reader import SeededReader, hand_over, start_workers
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.distributed.process_group import DistContext

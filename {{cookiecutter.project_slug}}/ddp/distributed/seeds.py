@@ -37,7 +37,7 @@ def random_bits(seed: int, numbers: Any) -> Any:
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, so that all ranks build the same model."""
     random.seed(seed)
-    numpy.random.seed(seed)
+    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -74,7 +74,9 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     except BaseException as error:
         process_exit.error = error
         return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
-    return process_exit.succeed()
+    process_exit.exiting_with = 0
+    tell_launcher("done", "")
+    return 0
 
 
 class SpawnedRanks(WorkerProcesses):

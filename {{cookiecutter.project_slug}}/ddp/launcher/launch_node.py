@@ -23,11 +23,11 @@ from ddp.core.errors import (
     one_line,
     plural,
     print_line,
-    report_error,
 )
 from ddp.core.files import correct_status, read_status
 from ddp.core.ledger import NOTICED_VARIABLE
 from ddp.core.options import OptionParser, option
+from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE
 from ddp.core.run_config import (
     CHECK_VARIABLE,
@@ -105,8 +105,7 @@ def main(config_class: type[RunConfig]) -> NoReturn:
             raise SetupError(f"{sys.executable} has no package {' and '.join(missing)}: {remedy}")
         code = NodeAgent(options, config, main_options).run()
     except UserError as error:
-        report_error(error)
-        code = error.exit_code
+        code = process_exit.handle_exception(error)
     sys.exit(code)
 
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,6 @@ class NodeInfo:
 
     def __str__(self) -> str:
         return f"node {self.node_rank} ({self.host}, {self.address})"
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, line: bytes) -> "NodeInfo":

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp.core.errors import (
@@ -159,7 +159,7 @@ def _request_start(info: NodeInfo, endpoint: Endpoint) -> list[int]:
             raise ValueError("another program uses that port")
         if info.facts:
             info.add_network_facts(plain(connection.getsockname()[0]))
-        connection.sendall(info.to_json() + b"\n")
+        connection.sendall(json.dumps(asdict(info)).encode() + b"\n")
         connection.settimeout(None if endpoint.elastic else endpoint.grace + REPLY_TIMEOUT_S)
         if not (line := lines.readline()):
             raise OSError("node 0 closed the connection")

@@ -161,16 +161,7 @@ class MetricLogger:
         self.trackers, self.waiting = self.trackers + self.waiting, []
         self._each(lambda tracker: tracker.log(step, split, numbers))
 
-    def add_curves(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers to TensorBoard alone."""
-
-        def write(writer: Any) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self.to_tensorboard(write)
-
-    def to_tensorboard(self, write: Callable[[Any], None]) -> None:
+    def to_tensorboard(self, write: Callable[[Any], Any]) -> None:
         """Call `write` with TensorBoard's SummaryWriter."""
         self._each(lambda tracker: write(tracker.writer) if isinstance(tracker, TensorBoard) else None)
 

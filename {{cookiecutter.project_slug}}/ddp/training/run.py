@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequence[Callable]) -> None:
         self.config, self.ctx, self.metric = config, ctx, metric
-        self.checkpoints = CheckpointManager(config, ctx, self._on_saved)
+        self.checkpoints = CheckpointManager(config, ctx)
         self.state = self.checkpoints.train_state
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.log = RunLog(config, ctx, self.checkpoints, trackers)
@@ -94,11 +94,6 @@ class Run:
         with self.log.paused("saving"):
             self.log.flush()
             self.checkpoints.save(self.log.output_dir.sync_logs)
-
-    def _on_saved(self, step: int) -> None:
-        process_exit.record_saved(step)  # for the launcher
-        if self.ctx.rank == 0:
-            self.ctx.monitor.share_saved(step)  # for the other ranks
 
     # ---- stopping ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +276,7 @@ class Run:
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
         self.ctx.monitor.add_saved_step(error)
         if self.log.metrics is not None:
-            self.checkpoints.record_time()
+            self.checkpoints.ledger.record()
             log.info(f"  time          {self.log.ledger}")
         with suppress(Exception):  # a full disk, for example, must not hide the first error
             self.log.write_status(exit_code_of(error), one_line(error))

@@ -128,7 +128,7 @@ class RunLog:
         self.save_cost.step(writing=not self.checkpoints.writer.done.is_set())
         self.ledger.stepped_at = self.ledger.now()
         if self.ledger.part == "start-up":
-            self.ledger.enter("productive", self.loader.wait_s)
+            self.ledger.enter("productive")
             if line := self.ledger.recovery():
                 log.info(line)
         if self.bar is not None:
@@ -145,14 +145,14 @@ class RunLog:
     def enter(self, part: str) -> None:
         """Another part of the ledger begins. The start-up lasts until the first step was taken."""
         if self.ledger.part != "start-up":
-            self.ledger.enter(part, self.loader.wait_s)
+            self.ledger.enter(part)
 
     @contextmanager
     def paused(self, part: str | None = None) -> Iterator[None]:
         """The time of the block does not count as training, but as this part of the ledger."""
-        start, before = time.perf_counter(), self.ledger.enter(part or self.ledger.part, self.loader.wait_s)
+        start, before = time.perf_counter(), self.ledger.enter(part or self.ledger.part)
         yield
-        self.ledger.enter(before, self.loader.wait_s)
+        self.ledger.enter(before)
         self.save_cost.pause(time.perf_counter() - start, save=part == "saving")
         self.paused_s += time.perf_counter() - start
 
@@ -240,7 +240,9 @@ class RunLog:
         if self.metrics is not None:
             curves = {f"time/{part}": seconds for part, seconds in self.ledger.seconds.items()}
             curves |= {f"save/{name}": value for name, value in self.save_cost.figures().items()}
-            self.metrics.add_curves(curves, self.state.step)
+            self.metrics.to_tensorboard(
+                lambda writer: [writer.add_scalar(*curve, self.state.step) for curve in curves.items()]
+            )
             self.metrics.flush()
             self.write_status()
 
@@ -269,7 +271,7 @@ class RunLog:
         if self.mirror is not None:
             progress["mirrored"] = self.mirror.step
         left = self._remaining_s() if state == "running" else None
-        figures = {"time": self.checkpoints.record_time(), "saving": self.save_cost.figures()}
+        figures = {"time": self.ledger.record(), "saving": self.save_cost.figures()}
         about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message, **figures}
         with storage_errors(self.output_dir.path / "status.json"):
             write_status(self.output_dir.path, **about)
