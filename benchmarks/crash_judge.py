@@ -57,7 +57,7 @@ def digest(output_dir: Path) -> str:
                 found.update(archive.read(record) if "/data/" in record else b"")
                 if record.endswith("/data.pkl") and len(files) == 1:  # with --shard, it lists files of the ranks
                     names = re.findall(rb"step_\d+-rank_\d+-\w{8}\.pt", archive.read(record))
-                    files += [output_dir / "rows" / name.decode() for name in names]
+                    files += [output_dir / "checkpoints" / "rows" / name.decode() for name in names]
     for line in (output_dir / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         found.update(repr([values[name] for name in ("step", "split", "loss", "accuracy")]).encode())

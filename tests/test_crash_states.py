@@ -108,11 +108,8 @@ def needed_of(files: Files) -> Files:
 
 
 def is_status(path: Path) -> bool:
-    """Whether a resume reads this file for the time that was lost, or for rows of a save that was interrupted.
-
-    It takes all its states while no other file does.
-    """
-    return path.name in ("status.json", "unfinished")
+    """Whether a resume reads this file for the time that was lost. It takes all its states while no other file does."""
+    return path.name == "status.json"
 
 
 def write(files: Files, output: Path, folder: Path) -> None:
@@ -129,7 +126,6 @@ def resume(config: Config) -> Resumed:
     """Do what a run does before it builds its model, and delete the lines of metrics that it will write again."""
     output_dir = OutputDir(config)
     output_dir.open()
-    CheckpointDirectory(config).delete_unfinished()
     content = CheckpointDirectory(config).find()
     ledger = Ledger()
     ledger.resume(content.get("time", {}), content.get("step", 0), read_status(output_dir.path))

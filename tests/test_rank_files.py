@@ -34,6 +34,7 @@ from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
+from ddp.training.output_dir import OutputDir
 from ddp.training.run import Run
 from ddp.training.wrapping import wrap_model
 from faults import fault
@@ -46,7 +47,7 @@ GIVEN = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every"
 def listed(path: Path) -> list[Path]:
     """The files that a checkpoint lists, by rank."""
     names = torch.load(path, weights_only=True)["rows"]
-    return [storage.rows_folder(path) / name for name in names]
+    return [storage.rows_folder(path, names) / name for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,8 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     output = Path(shutil.copytree(trained, tmp_path / "run"))
     kept = [*output.rglob("step_*[0-9].pt"), output / "best.pt"]
     kept = [path for path in kept if path.parent.name != "rows"]
-    assert len(kept) == 4 and {*(output / "rows").iterdir()} == {file for path in kept for file in listed(path)}
+    rows = output / "checkpoints" / "rows"
+    assert len(kept) == 4 and {*rows.iterdir()} == {file for path in kept for file in listed(path)}
     path = newest(output)
     files = listed(path)
     assert files == listed(output / "best.pt") and [re.findall(r"rank_(\d)", file.name) for file in files] == [
@@ -92,9 +94,8 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     assert all(state["momentum_buffer"].is_meta for state in content["optimizer"]["state"].values())
 
     # One file; the run goes on from it, and deletes what a save has left that was interrupted, and nothing else.
-    (output / "rows" / "unfinished").write_text("step_00000003-")
-    (output / "rows" / "step_00000003-rank_0-0badcafe.pt").write_bytes(b"of a save that was interrupted")
-    (output / "rows" / f"half{TMP_PATTERN[1:]}").write_bytes(b"")
+    (rows / "step_00000003-rank_0-0badcafe.pt").write_bytes(b"of a save that was interrupted")
+    (rows / f"half{TMP_PATTERN[1:]}").write_bytes(b"")
     command = [sys.executable, "-m", "ddp.checkpoint.merge", path]
     done = subprocess.run([*command, tmp_path / "one.pt"], cwd=PROJECT_DIR, capture_output=True, text=True)
     assert done.returncode == 0 and re.fullmatch(rf"{tmp_path}/one.pt has everything: [\d.]+ MB\n", done.stdout), done
@@ -106,9 +107,9 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     other = Path(shutil.copytree(trained, tmp_path / "whole"))
     for each in (output, other):
         train(3, *GIVEN, each, "--max-steps", 8)
-    assert not [*output.rglob(TMP_PATTERN), *output.rglob("unfinished")]
+    assert not [*output.rglob(TMP_PATTERN)]
     left = [file for each in sorted(output.rglob("checkpoints/*.pt"))[::2] for file in listed(each)]
-    assert {*(output / "rows").iterdir()} == {*left, *listed(output / "best.pt")}
+    assert {*rows.iterdir()} == {*left, *listed(output / "best.pt")}
     assert compare.differences(other, output) == []
 
 
@@ -173,11 +174,11 @@ def test_a_kill_between_the_files_and_the_list_leaves_the_checkpoint_before(
         ranks = start(3, *given)
         assert ranks.wait()[0] == -signal.SIGKILL
     assert newest(tmp_path / "run").name == "step_00000002.pt"
-    names = {path.name for path in (tmp_path / "run" / "rows").iterdir()}
-    assert len(names) == 7
-    assert (tmp_path / "run" / "rows" / "unfinished").read_text() == "step_00000004-"
+    rows = tmp_path / "run" / "checkpoints" / "rows"
+    names = {path.name for path in rows.iterdir()}
+    assert len(names) == 6
     assert "at step 2" in train(3, *given)
-    old = {path for path in (tmp_path / "run" / "rows").glob("step_00000004-*") if path.name in names}
+    old = {path for path in rows.glob("step_00000004-*") if path.name in names}
     assert not old, "those of the save that was interrupted are deleted"
     train(3, *GIVEN, tmp_path / "whole", "--checkpoint-every", 2, "--max-steps", 8)
     assert compare.differences(tmp_path / "whole", tmp_path / "run") == []
@@ -233,7 +234,7 @@ def test_a_rank_that_cannot_tell_rank_0_about_its_file_ends_the_run(
     ranks = start(2, *GIVEN, tmp_path, "--checkpoint-every", 2, "--max-steps", 8, "--timeout", 8)
     assert ranks.wait() == [1, 1], ranks.output()
     assert "rank 1 failed: RuntimeError: the connection broke" in ranks.output(0)
-    assert not [*(tmp_path / "checkpoints").iterdir()]
+    assert not [*(tmp_path / "checkpoints").glob("*.pt")]
 
 
 def test_a_weight_may_be_called_rows(tmp_path: Path) -> None:
@@ -300,12 +301,12 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
     def used(ctx: DistContext, theirs: str, *more: str) -> bool:
         folder = tmp_path / ("ours" if ctx.rank == 0 else theirs)
         folder.mkdir(exist_ok=True)
-        (folder / "rows").mkdir(exist_ok=True)  # as on two machines, each with a run of this name
+        (folder / "checkpoints" / "rows").mkdir(parents=True, exist_ok=True)  # as on two machines, each with such a run
         config = options("--shard", "--output-dir", str(folder), *more)
         files = RankFiles(config, ctx, CheckpointDirectory(config))
         files.open()
         ctx.gather(None)
-        assert not [*(folder / "rows").iterdir()]
+        assert not [*(folder / "checkpoints" / "rows").iterdir()]
         return files.used
 
     assert on_ranks(3, lambda ctx: used(ctx, "theirs"), "--device=cpu") == [False] * 3
@@ -314,9 +315,9 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
     assert on_ranks(2, lambda ctx: used(ctx, "ours", *mirror), "--device=cpu") == [False] * 2
     # A run that has such files already is refused: the mirror would have checkpoints without their rows.
     config = options("--shard", "--output-dir", str(tmp_path / "ours"), *mirror)
-    (tmp_path / "ours" / "rows" / "step_00000002-rank_0-0badcafe.pt").write_bytes(b"")
+    (tmp_path / "ours" / "checkpoints" / "rows" / "step_00000002-rank_0-0badcafe.pt").write_bytes(b"")
     with pytest.raises(
-        UsageError, match=r"--mirror keeps no parts of files, such as \S+/ours/rows \(--shard\): choose"
+        UsageError, match=r"--mirror keeps no parts of files, such as \S+/ours/checkpoints/rows \(--shard\): choose"
     ):
         Mirror(config).open()
 
@@ -352,18 +353,16 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> CheckpointDirec
     (tmp_path / "scratch").mkdir()
     output.mkdir()
     (output / "checkpoints").symlink_to(tmp_path / "scratch")
-    (output / "rows").mkdir()
+    (output / "checkpoints" / "rows").mkdir()
     return CheckpointDirectory(options("--output-dir", str(output), "--keep-checkpoints", "2"))
 
 
 def save(directory: CheckpointDirectory, *steps: int, best: int = 0) -> list[int]:
     """Save `steps`, and return those of which there are rows."""
     for step in steps:
-        directory.begin(step)
         files = dict(directory.write_rows(step, rank, {("model", "w"): torch.full([3], step)}) for rank in range(2))
         content = {"format": storage.FORMAT, "step": step, "model": {"w": torch.empty(6, device="meta")}}
         directory.write({**content, "rows": files}, best=step == best)
-    assert not (directory.rows / "unfinished").exists()
     return sorted({int(path.name[5:13]) for path in directory.rows.iterdir()})
 
 
@@ -391,20 +390,59 @@ def test_rows_are_kept_as_long_as_any_file_of_the_run_lists_them(
 
 
 @pytest.mark.parametrize("directory", ["run"], indirect=True)
-def test_a_new_run_in_the_directory_leaves_the_rows_of_checkpoints_that_were_moved(
+def test_rows_that_no_file_lists_are_deleted_whatever_else_is_in_the_folders(
+    directory: CheckpointDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = directory.path.parent
+    torch.save({"rows": 1000}, output / "table.pt")
+    (output / "notes.pt").mkdir()
+    (output / "model.pt").write_bytes(pickle.dumps([1, 2]) * 100)
+    (output / "latest.pt").symlink_to("checkpoints/step_00000002.pt")
+    assert save(directory, 1, 2, 3, best=1) == [1, 2, 3] and weights_in(output / "latest.pt") == [2] * 6
+    directory.write_rows(7, 0, {("model", "w"): torch.ones(3)})  # and the process was killed
+    damaged = directory.path_of(3).read_bytes()
+    directory.path_of(3).write_bytes(damaged[:100])
+    assert {*save(CheckpointDirectory(directory.config), 4)} == {1, 2, 3, 4, 7}, "a list may be readable again later"
+    assert len(caplog.messages) == 1 and "keeps old files meanwhile" in caplog.messages[0]
+    directory.path_of(3).write_bytes(damaged)
+    assert save(CheckpointDirectory(directory.config), 5) == [1, 4, 5], "of an earlier process"
+    assert (output / "latest.pt").is_symlink() and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("directory", ["run"], indirect=True)
+def test_checkpoints_that_are_moved_copied_or_linked_keep_their_rows(
     directory: CheckpointDirectory, tmp_path: Path
 ) -> None:
-    save(directory, 1, 2)
-    moved = directory.path.rename(directory.path.parent / "old")
+    output = directory.path.parent
+    save(directory, 1, 2, best=2)
+    (output / "keep").mkdir()
+    kept = Path(shutil.copy(directory.path_of(1), output / "keep"))
+    (output / "keep" / "rows").symlink_to(directory.rows)
+    renamed = Path(shutil.copy(directory.path_of(1), directory.path / "step_00000001_keep.pt"))
+    elsewhere = tmp_path / "latest.pt"
+    elsewhere.symlink_to(directory.path_of(2))
+    assert save(directory, 3, 4) == [1, 2, 3, 4]
+    assert [weights_in(path)[0] for path in (kept, renamed, output / "best.pt")] == [1, 1, 2]
+    elsewhere.unlink()
+    elsewhere.symlink_to(directory.path_of(4))
+    assert weights_in(elsewhere) == [4] * 6
+    # The folder is moved away, with its rows, and a new run begins in this directory; best.pt is the old one.
+    moved = Path(shutil.copytree(directory.path, tmp_path / "old"))
+    directory.path.unlink()
     directory.path.mkdir()
+    directory.rows.mkdir()
     new = CheckpointDirectory(directory.config)
-    new.delete_unfinished()
-    (directory.rows / "unfinished").write_text("step_0000")  # torn by a power failure
-    new.delete_unfinished()
-    new.begin(3)
-    new.write_rows(3, 0, {("model", "w"): torch.ones(3)})
-    new.delete_unfinished()  # at once: the mark that names them is gone afterwards
-    assert sorted(path.name[:13] for path in new.rows.iterdir()) == ["step_00000001"] * 2 + ["step_00000002"] * 2
-    assert save(new, 1, 2, 3, 4, 5) == [1, 2, 4, 5]
-    back = shutil.copy(moved / "step_00000002.pt", directory.path.parent)
-    assert weights_in(Path(back)) == [2] * 6
+    assert save(new, 1, 2, 3, 4, 5, best=1) == [1, 4, 5]
+    assert weights_in(moved / "step_00000004.pt") == [4] * 6
+
+
+@pytest.mark.parametrize("directory", ["run"], indirect=True)
+def test_rows_that_may_belong_to_another_run_are_not_deleted(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    """Somebody has copied the files that list them, and linked the folder."""
+    save(directory, 1, 2)
+    shutil.copytree(directory.path, tmp_path / "copy" / "checkpoints", ignore=shutil.ignore_patterns("rows"))
+    (tmp_path / "copy" / "checkpoints" / "rows").symlink_to(directory.rows.resolve())
+    config = options("--output-dir", str(tmp_path / "copy"))
+    with pytest.raises(UsageError, match=r"copy/checkpoints/rows is a link, and this run would delete"):
+        OutputDir(config).open()
+    assert weights_in(CheckpointDirectory(config).path_of(2)) == [2] * 6

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -428,6 +429,29 @@ def test_a_run_that_starts_from_another_runs_checkpoint_writes_best_pt(small: No
     train(1, *again, f"{source.parent}/../checkpoints/{source.name}")  # the same file by another path
     source.unlink()
     train(1, *again, source)  # it is no longer needed
+
+
+def test_best_pt_of_another_run_is_not_taken_for_that_of_this_one(small: None, tmp_path: Path) -> None:
+    """The folder of checkpoints was deleted, or moved; the run starts from a checkpoint that is elsewhere."""
+
+    def run(folder: str, steps: int, *more: Any) -> str:
+        return train(1, "--dataset", "synthetic", "--max-steps", steps, "--output-dir", tmp_path / folder, *more)
+
+    run("this", 3, "--seed", 7)
+    shutil.rmtree(tmp_path / "this" / "checkpoints")
+    run("other", 4)
+    start_from = newest(tmp_path / "other")
+    printed = run("this", 5, "--resume", start_from)
+    assert re.search(r"done.*; best at step 5:", printed), printed
+    best = checkpoint.read(tmp_path / "this" / "best.pt")
+    assert (best["step"], best["config"]["seed"], best["best"]) == (5, 0, best["best_metrics"]["accuracy"])
+
+    # That of the same run is kept, wherever its checkpoints are now.
+    moved = start_from.parent.rename(tmp_path / "other" / "old")
+    found = checkpoint.read(moved / start_from.name)
+    directory = CheckpointDirectory(Config.parse(["--output-dir", str(tmp_path / "other")]))
+    assert found["best_step"] == 4 and directory.has_best_of(found)
+    assert not directory.has_best_of({**found, "best": 0.5})
 
 
 def test_numpy_numbers_in_the_metrics_are_saved_as_plain_numbers(

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +102,14 @@ def verify(path: Path, *, bar: bool = True) -> str:
     if comment != COMMENT_PREFIX + digest.hexdigest().encode():
         raise InvalidCheckpoint(path, "its digest does not match: it was damaged after it was written")
     return digest.hexdigest()
+
+
+def has_digest(path: Path) -> bool:
+    """Whether a file ends as `write` ends it."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(-COMMENT_LENGTH, os.SEEK_END)
+        return file.read().startswith(COMMENT_PREFIX)
+    return False
 
 
 class HashingWriter:

@@ -116,10 +116,8 @@ class CheckpointManager:
                 # 5. Report that it is on disk.
                 self._report_saved(step)
 
-        if self.rank_files.used:
-            self.ctx.on_main(self.directory.begin, step)
-            if self.ctx.rank:
-                self.writer.start(write)
+        if self.rank_files.used and self.ctx.rank:
+            self.writer.start(write)
         self.ctx.on_main(lambda: self.writer.start(write))
 
     def wait(self) -> None:
@@ -151,7 +149,7 @@ class CheckpointManager:
         return [
             ".".join(map(str, keys))
             for keys, part in tensors
-            if keys[0] in checked and isinstance(part, torch.Tensor) and part.is_floating_point()
+            if keys[0] in checked and isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex())
             if not (part.is_meta or local(part).isfinite().all())
         ]
 
@@ -279,7 +277,7 @@ class CheckpointManager:
             log.warning(f"warning: edited since {path.name} was written: {files}. This {effect}")
         if config.comm_hook == "powersgd":
             log.warning("warning: checkpoints do not hold PowerSGD's memory: the run does not resume bit for bit")
-        if not self.directory.best_path.exists():  # a new directory, started from another run's checkpoint
+        if not self.directory.has_best_of(content):  # of another run, from whose checkpoint this one starts
             content.update(best=None, best_step=0, best_metrics={})
         if path.parent != self.directory.path:
             content["started_from"] = os.path.realpath(path)

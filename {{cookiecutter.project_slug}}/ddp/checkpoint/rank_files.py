@@ -62,7 +62,6 @@ class RankFiles:
         with storage_errors(self.directory.rows):
             self.directory.rows.mkdir(exist_ok=True)
             sync_directory(self.directory.rows.parent)
-        self.directory.delete_unfinished()
         return os.urandom(4).hex()
 
     def collect(self, write: Callable[[], Written | None]) -> dict[str, str]:
@@ -88,7 +87,7 @@ class RankFiles:
             store.set(keys[rank - 1], answer)
             return {}
         while not store.check(keys):
-            monitor.raise_if_lost([other for other, key in enumerate(keys, 1) if not store.check([key])])
+            monitor.raise_if_lost(lambda: [other for other, key in enumerate(keys, 1) if not store.check([key])])
             time.sleep(POLL_INTERVAL_S)
         everyone = [found, *(pickle.loads(store.get(key)) for key in keys)]
         for key in keys:

@@ -130,7 +130,7 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     path, rows = Path(str(config.init_from)), {}
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(content, dict) and "format" in content:
+        if isinstance(content, dict) and isinstance(content.get("format"), int):  # a checkpoint
             verify(path)
             rows = storage.read_rows(path, content)
     except InvalidCheckpoint as error:

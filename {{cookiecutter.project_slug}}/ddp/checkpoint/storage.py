@@ -1,14 +1,14 @@
 """The checkpoints of a run, as rank 0 sees them. archive.py writes and reads each file.
 
-With --shard, the rows of each rank may be in a file of their own (see rank_files.py), under OUTPUT_DIR/rows. Then a
+With --shard, the rows of each rank may be in a file of their own (see rank_files.py), under checkpoints/rows. Then a
 checkpoint lists the names and digests of these files, and has empty meta tensors in the place of what they hold.
 
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
-without the new one: old ones are deleted last. A *.tmp file may remain, and rows of that save; the next start deletes
-them, the rows if their mark reached the disk. The lines of metrics.jsonl that led to a checkpoint were synced before
-it. A resumed run deletes the lines after its checkpoint, and syncs the file again. status.json and config.json are not
-synced: they may be old or empty, and decide nothing: a resumed run only reads from status.json how much time was lost.
+without the new one: old ones are deleted last. A *.tmp file may remain, and rows that no file lists; the next start
+deletes them. The lines of metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the lines
+after its checkpoint, and syncs the file again. status.json and config.json are not synced: they may be old or empty,
+and decide nothing: a resumed run only reads from status.json how much time was lost.
 """
 
 import logging
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from ddp.checkpoint.archive import InvalidCheckpoint, link, load, verify, write
+from ddp.checkpoint.archive import InvalidCheckpoint, has_digest, link, load, verify, write
 from ddp.core.background import BackgroundJob
-from ddp.core.errors import CheckpointError
+from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.files import storage_errors
 from ddp.core.host import available_cores
 from ddp.core.rank_logs import progress
@@ -36,7 +36,7 @@ from ddp.distributed.tensors import leaves, map_named
 log = logging.getLogger(__name__)
 FORMAT = 3
 ROWS = "rows"  # under this name, a checkpoint lists files with the rows of its tensors: the name -> the digest
-UNFINISHED = "unfinished"  # a file there: the begin of the names of files that no checkpoint lists yet
+FOLDER = "checkpoints"
 NAME = re.compile(r"step_\d{8,}\.pt")
 RowsOfAll = dict[tuple[Any, ...], list[torch.Tensor]]  # the keys of a tensor -> the rows of each rank
 
@@ -58,22 +58,17 @@ def read(path: Path, *, join: bool = True) -> dict[str, Any]:
 # ---- rows in other files --------------------------------------------------------------------------------------------
 
 
-def rows_folder(path: Path) -> Path:
-    """The folder of the files that a checkpoint lists: it is next to best.pt, and to the folder of the others."""
-    path = path.resolve() if path.is_symlink() else path.absolute()
-    inside = NAME.fullmatch(path.name) and path.parent.name == "checkpoints"
-    return (path.parent.parent if inside else path.parent) / ROWS
-
-
-def listed_rows(path: Path) -> set[str]:
-    """The names of the files that a checkpoint lists. Raises InvalidCheckpoint."""
-    content = load(path)
-    return set(content.get(ROWS, {})) if isinstance(content, dict) else set()
+def rows_folder(path: Path, names: Iterable[str]) -> Path:
+    """The folder of the files that a checkpoint lists: next to it, or in the folder of checkpoints there."""
+    origins = (path.absolute(), path.resolve())  # a link to a checkpoint may be elsewhere
+    found = [origin.parent / below / ROWS for below in ("", FOLDER) for origin in origins]
+    return next((folder for folder in found if any((folder / name).exists() for name in names)), found[0])
 
 
 def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
     """The rows of all ranks from the files that a checkpoint lists, mapped. Raises InvalidCheckpoint."""
-    files = {rows_folder(path) / name: digest for name, digest in content.get(ROWS, {}).items()}
+    listed = content.get(ROWS, {})
+    files = {rows_folder(path, listed) / name: digest for name, digest in listed.items()}
     rows: RowsOfAll = {}
     try:
         with ThreadPoolExecutor(available_cores()) as pool:
@@ -117,14 +112,13 @@ def step_of(name: str) -> int:
 class CheckpointDirectory:
     """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links.
 
-    OUTPUT_DIR/rows has the files that they list.
+    OUTPUT_DIR/checkpoints/rows has the files that they list.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.path = config, Path(config.output_dir) / "checkpoints"
+        self.config, self.path = config, Path(config.output_dir) / FOLDER
         self.best_path = self.path.parent / "best.pt"
-        self.rows = self.path.parent / ROWS
-        self.dropped: set[str] = set()  # the names of files that were listed by what this process has deleted
+        self.rows = self.path / ROWS
         self.warned = False
         self.verified: set[Path] = set()  # the checkpoints that this process has written or verified
 
@@ -169,7 +163,6 @@ class CheckpointDirectory:
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""
         path = self.path_of(content["step"])
-        self._drop_rows_of([path, self.best_path] if best else [path])  # which are about to be replaced
         with storage_errors(path, needed=size_of(content)):
             if best:  # first, so that no checkpoint ever names a better best.pt than there is
                 write(self.best_path, content)
@@ -178,22 +171,6 @@ class CheckpointDirectory:
                 write(path, content)
         self.verified.add(path)
         self.prune()
-        with storage_errors(self.rows):
-            (self.rows / UNFINISHED).unlink(missing_ok=True)
-
-    def begin(self, step: int) -> None:
-        """Note that rows of `step` are written, and not listed yet. Raises StorageError."""
-        with storage_errors(self.rows):
-            (self.rows / UNFINISHED).write_text(f"step_{step:08d}-")
-
-    def delete_unfinished(self) -> None:
-        """Delete the rows of a save that was interrupted. Raises StorageError."""
-        with storage_errors(self.rows), suppress(FileNotFoundError):
-            begin = (self.rows / UNFINISHED).read_text()
-            if re.fullmatch(r"step_\d{8,}-", begin):  # otherwise it is torn
-                self.dropped |= {name for name in os.listdir(self.rows) if name.startswith(begin)}
-                self._delete_dropped_rows([])
-            (self.rows / UNFINISHED).unlink()
 
     def write_rows(self, step: int, rank: int, rows: dict[Any, Any]) -> tuple[str, str]:
         """Write the rows of one rank. Returns the name of the file, which no other one ever had, and its digest."""
@@ -206,18 +183,14 @@ class CheckpointDirectory:
 
         Raises StorageError.
         """
-        paths, kept, old = self.paths(), 0, []
+        paths, kept = self.paths(), 0
         with storage_errors(self.path):
             for path in paths if len(paths) > self.config.keep_checkpoints else ():
                 if kept == self.config.keep_checkpoints:
-                    old.append(path)
+                    path.unlink()
                 else:
                     kept += self.is_good(path)
-            self._drop_rows_of(old)
-            if self.dropped:  # their rows first: a kill in between leaves a file that lists what is to be deleted
-                self._delete_dropped_rows(old)
-            for path in old:
-                path.unlink()
+        self.delete_unlisted_rows()
 
     def is_good(self, path: Path) -> bool:
         """Whether a checkpoint can be used."""
@@ -227,24 +200,47 @@ class CheckpointDirectory:
             self.verified.add(path)
         return path in self.verified
 
-    def _drop_rows_of(self, paths: Iterable[Path]) -> None:
-        for path in paths if self.rows.exists() else ():
-            with suppress(InvalidCheckpoint):
-                self.dropped |= listed_rows(path)
+    def has_best_of(self, content: Mapping[str, Any]) -> bool:
+        """Whether best.pt is the best checkpoint of the run that wrote `content`, and not that of another run."""
+        if Path(content["path"]).parent == self.path:
+            return self.best_path.exists()
+        with suppress(InvalidCheckpoint, AttributeError):  # AttributeError: something else has that name
+            best, theirs = load(self.best_path), (content.get("best_step"), content.get("best"))
+            return (best.get("step"), best.get("best")) == theirs
+        return False
 
-    def _delete_dropped_rows(self, old: Collection[Path]) -> None:
-        """Delete the dropped rows that no file of this run lists, nor a copy of one: those of `old` do not count."""
-        names = [folder / name for folder in (self.path.parent, self.path) for name in os.listdir(folder)]
-        try:
-            needed = {name for path in names if path.suffix == ".pt" and path not in old for name in listed_rows(path)}
-        except InvalidCheckpoint as error:
-            if not self.warned:
-                log.warning(f"warning: {error}; {self.rows} keeps old files meanwhile, because it may list them")
-            self.warned = True
-            return
-        for name in self.dropped - needed:
-            (self.rows / name).unlink(missing_ok=True)
-        self.dropped.clear()
+    def delete_unlisted_rows(self) -> None:
+        """Delete the files with rows that no checkpoint lists, nor a copy of one in OUTPUT_DIR or a folder there.
+
+        They are left from checkpoints that were deleted, and from saves that were interrupted. Raises StorageError, and
+        UsageError if these files may belong to another run.
+        """
+        if self.rows.is_symlink():
+            remedy = "copy the folder that it leads to, or choose another --output-dir"
+            raise UsageError(f"{self.rows} is a link, and this run would delete what it does not list there: {remedy}")
+        with storage_errors(self.rows):
+            files = [*self.rows.glob("step_*-rank_*.pt")]
+            if not files:
+                return
+            try:
+                copies = [path for pattern in ("*.pt", "*/*.pt") for path in self.path.parent.glob(pattern)]
+                listed = {name for path in copies for name in self._listed_rows(path)}
+            except InvalidCheckpoint as error:
+                if not self.warned:
+                    log.warning(f"warning: {error}; {self.rows} keeps old files meanwhile, because it may list them")
+                self.warned = True
+                return
+            for path in files:
+                if path.name not in listed:
+                    path.unlink(missing_ok=True)
+
+    def _listed_rows(self, path: Path) -> set[str]:
+        """The names of the files that a checkpoint lists. Raises InvalidCheckpoint."""
+        own = path == self.best_path or (path.parent == self.path and NAME.fullmatch(path.name))
+        if not own and not has_digest(path):  # something else
+            return set()
+        content = load(path)
+        return set(content.get(ROWS, {})) if isinstance(content, dict) else set()
 
 
 def read_on_main(

@@ -137,13 +137,13 @@ class FailureMonitor:
         while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
             time.sleep(FAST_POLL_INTERVAL_S)
 
-    def raise_if_lost(self, ranks: list[int]) -> None:
-        """Raise why the run ends, if one of `ranks` has had time to learn that it does, and has not."""
+    def raise_if_lost(self, ranks: Callable[[], list[int]]) -> None:
+        """Raise why the run ends, if one of `ranks()` has had time to learn that it does, and has not."""
         cause = self.cause or self.found
         if cause is None:
             self.ends_since = time.monotonic()
         elif time.monotonic() > self.ends_since + RESPONSE_TIMEOUT_S and not all(
-            self.store.check([f"done/{rank}"]) for rank in ranks
+            self.store.check([f"done/{rank}"]) for rank in ranks()
         ):
             raise cause
 

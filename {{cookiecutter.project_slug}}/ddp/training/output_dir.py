@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ddp import __version__
-from ddp.checkpoint.storage import ROWS
+from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
 from ddp.core.run_config import RunConfig, hyperparameters
@@ -45,9 +45,11 @@ class OutputDir:
             new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for folder in (self.path, self.checkpoints, self.path / ROWS):
+            directory = CheckpointDirectory(self.config)
+            for folder in (self.path, self.checkpoints, directory.rows):
                 for left_over in folder.glob(TMP_PATTERN):
                     left_over.unlink()
+            directory.delete_unlisted_rows()  # a full disk would stay full
             for folder in (self.path, self.checkpoints):
                 with atomic_write(folder / ".probe", durable=True) as file:
                     file.write(bytes(4096))
