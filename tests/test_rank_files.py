@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,6 +337,7 @@ def test_tied_weights_and_tensors_that_are_not_split_are_copied_as_they_are() ->
                 weight.add_(1)
         everyone = ctx.gather({keys: tensor.clone() for keys, tensor in rows.items()})
         assert rows["model", "head.weight"] is rows["model", "embedding.weight"]
+        assert storage.size_of(rows) == sum({id(part): part.nbytes for part in rows.values()}.values())
         if ctx.rank:
             return copy["steps"].numel()
         assert copy["model"]["head.weight"].is_meta and copy["sum"] == whole["layers.0.weight"].sum()
@@ -446,3 +448,20 @@ def test_rows_that_may_belong_to_another_run_are_not_deleted(directory: Checkpoi
     with pytest.raises(UsageError, match=r"copy/checkpoints/rows is a link, and this run would delete"):
         OutputDir(config).open()
     assert weights_in(CheckpointDirectory(config).path_of(2)) == [2] * 6
+
+
+@fault(7)
+def test_rows_of_an_interrupted_save_do_not_keep_a_full_disk_full(tmp_path: Path) -> None:
+    config = options("--output-dir", str(tmp_path / "disk" / "run"))
+    (tmp_path / "disk").mkdir()
+    with mounted(tmp_path / "disk"):
+        mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "disk")
+        rows = CheckpointDirectory(config).rows
+        rows.mkdir(parents=True)
+        with suppress(OSError), (rows / "step_00000002-rank_0-0badcafe.pt").open("wb") as file:
+            file.write(bytes(1 << 20))
+        assert shutil.disk_usage(tmp_path / "disk").free == 0
+        output_dir = OutputDir(config)
+        output_dir.open()
+        output_dir.lock.close()
+        assert not [*rows.iterdir()]

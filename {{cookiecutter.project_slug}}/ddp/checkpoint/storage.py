@@ -263,5 +263,6 @@ def read_on_main(
 
 
 def size_of(content: Any) -> int:
-    """The bytes of the tensors in a state that have data."""
-    return sum(part.nbytes for part in leaves(content) if isinstance(part, torch.Tensor) and not part.is_meta)
+    """The bytes of the tensors in a state that have data; tied ones count once."""
+    tensors = (part for part in leaves(content) if isinstance(part, torch.Tensor) and not part.is_meta)
+    return sum({part.data_ptr(): part.nbytes for part in tensors}.values())

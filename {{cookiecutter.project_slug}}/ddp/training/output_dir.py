@@ -50,6 +50,9 @@ class OutputDir:
                 for left_over in folder.glob(TMP_PATTERN):
                     left_over.unlink()
             directory.delete_unlisted_rows()  # a full disk would stay full
+            self.lock.truncate(0)
+            self.lock.write(f"process {os.getpid()} on {platform.node()}")
+            self.lock.flush()
             for folder in (self.path, self.checkpoints):
                 with atomic_write(folder / ".probe", durable=True) as file:
                     file.write(bytes(4096))
@@ -77,9 +80,6 @@ class OutputDir:
                 owner = f" ({lock_path.read_text()})"
             remedy = "choose another --output-dir, or end that run"
             raise OutputInUse(f"another run{owner} writes to {self.path}: {remedy}") from error
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {platform.node()}")
-        self.lock.flush()
 
     def write_config(self) -> None:
         """Replace config.json: options, versions, git commit, host."""
