@@ -416,18 +416,17 @@ def test_checkpoints_that_are_moved_copied_or_linked_keep_their_rows(
     directory: CheckpointDirectory, tmp_path: Path
 ) -> None:
     output = directory.path.parent
-    save(directory, 1, 2, best=2)
+    save(directory, 1, best=1)
     (output / "keep").mkdir()
     kept = Path(shutil.copy(directory.path_of(1), output / "keep"))
     (output / "keep" / "rows").symlink_to(directory.rows)
-    renamed = Path(shutil.copy(directory.path_of(1), directory.path / "step_00000001_keep.pt"))
+    save(directory, 2, 3, best=3)
+    renamed = Path(shutil.copy(directory.path_of(2), directory.path / "step_00000002_keep.pt"))
+    assert save(directory, 4, 5, 6) == [1, 2, 3, 5, 6]
+    assert [weights_in(path)[0] for path in (kept, renamed, output / "best.pt")] == [1, 2, 3]
     elsewhere = tmp_path / "latest.pt"
-    elsewhere.symlink_to(directory.path_of(2))
-    assert save(directory, 3, 4) == [1, 2, 3, 4]
-    assert [weights_in(path)[0] for path in (kept, renamed, output / "best.pt")] == [1, 1, 2]
-    elsewhere.unlink()
-    elsewhere.symlink_to(directory.path_of(4))
-    assert weights_in(elsewhere) == [4] * 6
+    elsewhere.symlink_to(directory.path_of(6))
+    assert weights_in(elsewhere) == [6] * 6
     # The folder is moved away, with its rows, and a new run begins in this directory; best.pt is the old one.
     moved = Path(shutil.copytree(directory.path, tmp_path / "old"))
     directory.path.unlink()
@@ -435,7 +434,7 @@ def test_checkpoints_that_are_moved_copied_or_linked_keep_their_rows(
     directory.rows.mkdir()
     new = CheckpointDirectory(directory.config)
     assert save(new, 1, 2, 3, 4, 5, best=1) == [1, 4, 5]
-    assert weights_in(moved / "step_00000004.pt") == [4] * 6
+    assert weights_in(moved / "step_00000006.pt") == [6] * 6
 
 
 @pytest.mark.parametrize("directory", ["run"], indirect=True)

@@ -578,7 +578,9 @@ class Poisoned(Awkward):
 
 @pytest.mark.slow
 @fault(23)
-@pytest.mark.parametrize("name", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer", "optimizer.state.0.phases"]
+)
 def test_a_state_that_is_not_finite_is_not_saved_and_makes_the_run_exit_with_6(
     small: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,8 +592,11 @@ def test_a_state_that_is_not_finite_is_not_saved_and_makes_the_run_exit_with_6(
     def poison(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 40 and name.startswith("optimizer"):
-            next(iter(optimizer.state.values()))["momentum_buffer"].view(-1)[0] = float("inf")
+        state = next(iter(optimizer.state.values()))
+        if name.endswith("phases"):
+            state["phases"] = torch.tensor([1.0, 1j, float("nan") if steps >= 40 else 0])
+        elif steps == 40 and name.startswith("optimizer"):
+            state["momentum_buffer"].view(-1)[0] = float("inf")
 
     hook = register_optimizer_step_post_hook(poison)
     options = ["--batch-size", 2, "--checkpoint-every", 20, "--log-every", 10**6, "--output-dir", tmp_path]
