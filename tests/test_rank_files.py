@@ -427,6 +427,8 @@ def test_checkpoints_that_are_moved_copied_or_linked_keep_their_rows(
     elsewhere = tmp_path / "latest.pt"
     elsewhere.symlink_to(directory.path_of(6))
     assert weights_in(elsewhere) == [6] * 6
+    directory.best_path.symlink_to(directory.best_path.rename(tmp_path / "on_another_disk.pt"))
+    assert weights_in(directory.best_path) == [3] * 6
     # The folder is moved away, with its rows, and a new run begins in this directory; best.pt is the old one.
     moved = Path(shutil.copytree(directory.path, tmp_path / "old"))
     directory.path.unlink()
