@@ -261,9 +261,7 @@ class Run:
         log.info(f"  time          {self.log.ledger}")
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
         if self.checkpoints.rank_files.used:
-            log.info(
-                "                with its rows in checkpoints/; python -m ddp.checkpoint.merge makes one file of them"
-            )
+            log.info("                with checkpoints/rows/; python -m ddp.checkpoint.merge makes one file of them")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
     def fail(self, error: BaseException) -> None:
