@@ -17,6 +17,7 @@ import torch
 from template_copy import TEMPLATE, copy_template
 
 from config import Config
+from ddp.core.errors import UsageError
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint import preflight
@@ -280,3 +281,8 @@ def test_a_wrong_result_is_refused_and_its_rank_is_named(name: str) -> None:
     assert ranks.wait() == [3, 3, 3], ranks.output()
     errors = [line for line in ranks.output().splitlines() if "error" in line]
     assert len(errors) == 1 and errors[0].startswith(f"error: {name} over gloo returned a wrong result on rank 1: ")
+
+
+def test_a_backend_that_torch_lacks_is_refused_before_the_ranks_connect() -> None:
+    with pytest.raises(UsageError, match=r"--backend mpi: this torch was built with gloo"):
+        preflight.check(Config.parse(["--backend", "mpi"]), RankEnv())

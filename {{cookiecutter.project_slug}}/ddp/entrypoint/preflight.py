@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp.core.errors import SetupError, plural
 from ddp.core.run_config import RunConfig
-from ddp.distributed.process_group import DistContext, init_distributed
+from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
 
 def check(config: RunConfig, env: RankEnv) -> None:
     """Run the collectives of a training with these options. Raises WrongResult."""
+    check_backend(config)
     with init_distributed(replace(config, timeout=min(config.timeout, TIMEOUT_S)), env) as ctx:
         log.info("\n%s on %s, %s", plural(ctx.world_size, "process", "es"), ctx.device.type, ctx.backend)
         if ctx.world_size > 1:
