@@ -8,7 +8,6 @@ import hashlib
 import os
 import pickle
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,11 +104,10 @@ def verify(path: Path, *, bar: bool = True) -> str:
 
 
 def has_digest(path: Path) -> bool:
-    """Whether a file ends as `write` ends it."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(-COMMENT_LENGTH, os.SEEK_END)
+    """Whether a file ends as `write` ends it. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - COMMENT_LENGTH))
         return file.read().startswith(COMMENT_PREFIX)
-    return False
 
 
 class HashingWriter:

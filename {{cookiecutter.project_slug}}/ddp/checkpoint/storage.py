@@ -38,6 +38,7 @@ FORMAT = 3
 ROWS = "rows"  # under this name, a checkpoint lists files with the rows of its tensors: the name -> the digest
 FOLDER = "checkpoints"
 NAME = re.compile(r"step_\d{8,}\.pt")
+STEP = re.compile(r"step_\d{8,}")
 RowsOfAll = dict[tuple[Any, ...], list[torch.Tensor]]  # the keys of a tensor -> the rows of each rank
 
 
@@ -59,10 +60,11 @@ def read(path: Path, *, join: bool = True) -> dict[str, Any]:
 
 
 def rows_folder(path: Path, names: Iterable[str]) -> Path:
-    """The folder of the files that a checkpoint lists: next to it, or in the folder of checkpoints there."""
+    """The folder of the files that a checkpoint lists: next to it, or in the folder of checkpoints there or above."""
     origins = (path.absolute(), path.resolve())  # a link to a checkpoint may be elsewhere
-    found = [origin.parent / below / ROWS for below in ("", FOLDER) for origin in origins]
-    return next((folder for folder in found if any((folder / name).exists() for name in names)), found[0])
+    folders = [parent / ROWS for origin in origins for parent in (origin.parent, origin.parent / FOLDER)]
+    folders += [origin.parent.parent / FOLDER / ROWS for origin in origins]
+    return next((folder for folder in folders if any(os.path.exists(folder / name) for name in names)), folders[0])
 
 
 def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
@@ -210,37 +212,45 @@ class CheckpointDirectory:
         return False
 
     def delete_unlisted_rows(self) -> None:
-        """Delete the files with rows that no checkpoint lists, nor a copy of one in OUTPUT_DIR or a folder there.
+        """Delete the files with rows that no checkpoint lists, nor a copy of one in OUTPUT_DIR or in a folder there.
 
-        They are left from checkpoints that were deleted, and from saves that were interrupted. Raises StorageError, and
-        UsageError if these files may belong to another run.
+        They are left from checkpoints that were deleted, and from saves that were interrupted. None is deleted while
+        something that may list it cannot be read. Raises StorageError, and UsageError for files of another run.
         """
         if self.rows.is_symlink():
             remedy = "copy the folder that it leads to, or choose another --output-dir"
             raise UsageError(f"{self.rows} is a link, and this run would delete what it does not list there: {remedy}")
+        try:
+            unlisted = self._unlisted_rows()
+        except (OSError, InvalidCheckpoint) as error:
+            if not self.warned:
+                what = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+                log.warning(f"warning: {what}; {self.rows} keeps old files meanwhile, because it may list them")
+            self.warned = True
+            return
         with storage_errors(self.rows):
-            files = [*self.rows.glob("step_*-rank_*.pt")]
-            if not files:
-                return
-            try:
-                copies = [path for pattern in ("*.pt", "*/*.pt") for path in self.path.parent.glob(pattern)]
-                listed = {name for path in copies for name in self._listed_rows(path)}
-            except InvalidCheckpoint as error:
-                if not self.warned:
-                    log.warning(f"warning: {error}; {self.rows} keeps old files meanwhile, because it may list them")
-                self.warned = True
-                return
-            for path in files:
-                if path.name not in listed:
-                    path.unlink(missing_ok=True)
+            for name in unlisted:
+                (self.rows / name).unlink(missing_ok=True)
 
-    def _listed_rows(self, path: Path) -> set[str]:
-        """The names of the files that a checkpoint lists. Raises InvalidCheckpoint."""
-        own = path == self.best_path or (path.parent == self.path and NAME.fullmatch(path.name))
-        if not own and not has_digest(path):  # something else
-            return set()
-        content = load(path)
-        return set(content.get(ROWS, {})) if isinstance(content, dict) else set()
+    def _unlisted_rows(self) -> set[str]:
+        """Raises OSError or InvalidCheckpoint: Path.glob would leave out what cannot be read."""
+        steps = {found[0] for name in os.listdir(self.path) if (found := STEP.match(name))}
+        present = os.listdir(self.rows) if self.rows.is_dir() else []
+        unlisted = {name for name in present if (found := STEP.match(name)) and found[0] not in steps}
+        entries = list(os.scandir(self.path.parent)) if unlisted else []
+        for folder in [entry.path for entry in entries if entry.is_dir()]:
+            with suppress(FileNotFoundError):  # it is gone
+                entries += os.scandir(folder)
+        ours = self.path.resolve(), self.path.parent.resolve()
+        for path in (Path(entry.path) for entry in entries):
+            if path.is_symlink() and not os.path.exists(path) and path.resolve().parent not in ours:
+                raise InvalidCheckpoint(path, "it leads to nothing")  # a disk may be missing
+            if path == self.best_path or (".pt" in path.name and path.is_file() and has_digest(path)):
+                content = load(path) if path.exists() else {}
+                if any(part.is_meta for part in leaves(content) if isinstance(part, torch.Tensor)):
+                    verify(path, bar=False)  # it lists rows, and is small
+                    unlisted -= content[ROWS].keys()
+        return unlisted
 
 
 def read_on_main(

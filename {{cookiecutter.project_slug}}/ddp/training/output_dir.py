@@ -48,7 +48,7 @@ class OutputDir:
             directory = CheckpointDirectory(self.config)
             for folder in (self.path, self.checkpoints, directory.rows):
                 for left_over in folder.glob(TMP_PATTERN):
-                    left_over.unlink()
+                    left_over.unlink(missing_ok=True)  # a process of the run before may just have renamed it
             directory.delete_unlisted_rows()  # a full disk would stay full
             self.lock.truncate(0)
             self.lock.write(f"process {os.getpid()} on {platform.node()}")
