@@ -62,8 +62,7 @@ def read(path: Path, *, join: bool = True) -> dict[str, Any]:
 def rows_folder(path: Path, names: Iterable[str]) -> Path:
     """The folder of the files that a checkpoint lists: next to it, or in the folder of checkpoints there or above."""
     origins = (path.absolute(), path.resolve())  # a link to a checkpoint may be elsewhere
-    folders = [parent / ROWS for origin in origins for parent in (origin.parent, origin.parent / FOLDER)]
-    folders += [origin.parent.parent / FOLDER / ROWS for origin in origins]
+    folders = [above / below / ROWS for below in ("", FOLDER) for origin in origins for above in origin.parents[:2]]
     return next((folder for folder in folders if any(os.path.exists(folder / name) for name in names)), folders[0])
 
 
@@ -246,7 +245,7 @@ class CheckpointDirectory:
             if path.is_symlink() and not os.path.exists(path) and path.resolve().parent not in ours:
                 raise InvalidCheckpoint(path, "it leads to nothing")  # a disk may be missing
             if path == self.best_path or (".pt" in path.name and path.is_file() and has_digest(path)):
-                content = load(path) if path.exists() else {}
+                content = load(path)
                 if any(part.is_meta for part in leaves(content) if isinstance(part, torch.Tensor)):
                     verify(path, bar=False)  # it lists rows, and is small
                     unlisted -= content[ROWS].keys()
