@@ -110,6 +110,7 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
         train(3, *GIVEN, each, "--max-steps", 8)
     assert not [*output.rglob(TMP_PATTERN)]
     left = [file for each in sorted(output.rglob("checkpoints/*.pt"))[::2] for file in listed(each)]
+    left += rows.glob("step_00000006-*")  # there is a checkpoint of that step: whether it lists them does not matter
     assert {*rows.iterdir()} == {*left, *listed(output / "best.pt")}
     assert compare.differences(other, output) == []
 
