@@ -60,7 +60,7 @@ def status(output: Path) -> dict[str, Any]:
 
 
 def checkpoints(output: Path) -> list[str]:
-    return sorted(path.name for path in (output / "checkpoints").iterdir())
+    return sorted(path.name for path in (output / "checkpoints").iterdir() if path.is_file())
 
 
 def errors(output: str) -> list[str]:
@@ -486,8 +486,9 @@ class SlowStreams(CpuStreams):
         return mark
 
 
-def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu() -> None:
+def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program gives a GPU many steps in advance. What counts is how long the GPU takes for them."""
+    monkeypatch.setattr(stop_sync, "MAX_COST", 1.0)  # on a busy machine an answer takes long
 
     def late(ctx: DistContext) -> tuple[int, float]:
         stop_sync = StopSync(SlowStreams(0.3))

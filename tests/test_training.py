@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from outputs import lines, newest, weights_and_momentum
+from outputs import checkpoints, lines, newest, weights_and_momentum
 from project_runs import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -270,9 +270,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_saves_nothing(
     output = train(2, *options, "--output-dir", tmp_path, code=6)
     assert output.count("error:") == 1
     assert "noticed at step 14" in output and "step_00000010.pt" in output
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        *("step_00000005.pt", "step_00000010.pt")
-    ]
+    assert checkpoints(tmp_path) == ["step_00000005.pt", "step_00000010.pt"]
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 6)
 

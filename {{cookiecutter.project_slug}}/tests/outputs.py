@@ -14,7 +14,7 @@ __all__ = ["assert_same_run", "checkpoints", "free_port", "lines", "newest", "st
 
 def checkpoints(output_dir: Path) -> list[str]:
     """The names of all files in the directory of checkpoints."""
-    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+    return sorted(path.name for path in (output_dir / "checkpoints").iterdir() if path.is_file())
 
 
 def status(output_dir: Path) -> dict[str, Any]:
