@@ -33,7 +33,8 @@ class OutputDir:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, Path(config.output_dir)
-        self.checkpoints = self.path / "checkpoints"
+        self.directory = CheckpointDirectory(config)
+        self.checkpoints = self.directory.path
         self.lock: Any = None
 
     def open(self) -> None:
@@ -45,11 +46,10 @@ class OutputDir:
             new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            directory = CheckpointDirectory(self.config)
-            for folder in (self.path, self.checkpoints, directory.rows):
+            for folder in (self.path, self.checkpoints, self.directory.rows):
                 for left_over in folder.glob(TMP_PATTERN):
                     left_over.unlink(missing_ok=True)  # a process of the run before may just have renamed it
-            directory.delete_unlisted_rows()  # a full disk would stay full
+            self.directory.delete_unlisted_rows()  # a full disk would stay full
             self.lock.truncate(0)
             self.lock.write(f"process {os.getpid()} on {platform.node()}")
             self.lock.flush()
