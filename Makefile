@@ -1,6 +1,6 @@
-# make demo: train a rendered project.  make test: all tests.  make check: lint, types, fast tests.  make bench: speed.
+# make demo: train a rendered project.  make check: lint, types, fast tests.  make bench: speed.
+# make test: each behaviour once, in 10 minutes.  make test-all: then all that enumerates, and the oldest and newest torch.
 # make gpu: what only a GPU can settle.
-# make versions: the tests of a rendered project with the oldest and with the newest torch and Python.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,9 +23,9 @@ PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 # file share what they render or start.
 IN_PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test own-tests ports check lint types bench versions versions-oldest versions-newest gpu
+.PHONY: demo test test-all own-tests ports check lint types bench versions versions-oldest versions-newest gpu
 
-demo: $(VENV)/ready
+demo: $(VENV)/demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/ready
@@ -33,7 +33,13 @@ test: $(VENV)/ready
 	@# Those of the template are those that every generated project has.
 	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL)
 
-# Only those: as their owner runs them.
+# What enumerates: each state of the disk, each operation, all ports, examples and benchmarks. `make test` has a sample
+# of each; SEED=... chooses another one.
+test-all: test
+	$(PYTEST) tests $(IN_PARALLEL) --all -m sample
+	$(MAKE) --no-print-directory versions
+
+# The tests of the template: as their owner runs them.
 own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
@@ -84,10 +90,12 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	cd '$(TEMPLATE)' && mypy --config-file '$(CURDIR)/pyproject.toml' .
 
-# The environments: torch from PyPI, and the other packages of the groups "dev" and "bench" in pyproject.toml.
+# The environments: torch from PyPI, and the other packages of the groups in pyproject.toml. `make test` adds its own to
+# those of `make demo`.
+$(VENV)/demo: GROUP := demo
 $(VENV)/ready: GROUP := dev
 $(BENCH_VENV)/ready: GROUP := bench
-$(VENV)/ready $(BENCH_VENV)/ready: pyproject.toml
+$(VENV)/demo $(VENV)/ready $(BENCH_VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; set PYTHON=...") if sys.version_info < (3, 10) else 0'
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'

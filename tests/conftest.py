@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,12 +49,73 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 640, "val": 101})
 
 
+# ---- samples of what enumerates -------------------------------------------------------------------------------------
+
+
+def seed() -> int:
+    """Which sample `make test` takes: SEED, else a number of the commit, so that it is another one with each change."""
+    if "SEED" in os.environ:
+        return int(os.environ["SEED"])
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    return int(git.stdout[:7] or "0", 16)  # without git, as in a zip of the repository: 0
+
+
+SEED = seed()
+
+
+@pytest.fixture
+def sample(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], list[Any]]:
+    """sample(items, count): `count` of the items, in their order; with --all, all of them.
+
+    A test that asks for this fixture counts as marked with `sample`.
+    """
+    generator = random.Random(f"{SEED} {request.node.nodeid}")
+
+    def choose(items: Sequence[Any], count: int) -> list[Any]:
+        if request.config.getoption("all") or count >= len(items):
+            return list(items)
+        return [items[place] for place in sorted(generator.sample(range(len(items)), count))]
+
+    return choose
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run all cases of tests that are marked with `sample`")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*rows): injects the faults of these numbers in tests/faults.py")
+    config.addinivalue_line("markers", "sample(count): without --all, only `count` cases of this test run")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "all cases" if config.getoption("all") else f"samples: SEED={SEED}"
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that are not in the sample."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "sample" in getattr(item, "fixturenames", ()):
+            item.add_marker("sample")
+        elif item.get_closest_marker("sample") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if config.getoption("all"):
+        return
+    left_out: set[pytest.Item] = set()
+    for name, each in cases.items():
+        (count,) = next(each[0].iter_markers("sample")).args
+        chosen = random.Random(f"{SEED} {name}").sample(each, min(count, len(each)))
+        left_out |= set(each) - set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+# ---- the end of a run -----------------------------------------------------------------------------------------------
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the faults that tests which passed have injected."""
+    """List the faults that tests which passed have injected, and why tests were skipped."""
     passed = terminalreporter.stats.get("passed", [])
     rows = {row for report in passed for row in dict(report.user_properties).get("faults", [])}
     if rows:
@@ -57,6 +123,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for row, fault in FAULTS.items():
             limit = f" (not here: {NOT_SHOWN[row]})" if row in NOT_SHOWN else ""
             terminalreporter.line(f"{row:>4}  {'survived' if row in rows else 'not run '}  {fault}{limit}")
+    skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section(f"{skipped.total()} tests were skipped")
+        for reason, count in skipped.most_common():
+            terminalreporter.line(f"{count:>4}  {reason.removeprefix('Skipped: ')}")
 
 
 # Longest first, so that processes that take file by file end at nearly the same time.
@@ -76,7 +147,9 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the markers of -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out(config, items)
     names = [f"test_{name}" for name in LONG]
     items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
     for item in items:

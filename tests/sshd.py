@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import machines
 from machines import Machine, Program
+from needs import need
 
 SERVER = """
 Port 2222
@@ -78,12 +77,9 @@ class Network:
 
 
 def require() -> None:
-    """Skip the test where there is no sshd; in CI it must be there."""
+    """Skip the test where there is no sshd."""
+    need("ssh", "sshd")
     machines.require()
-    if not _server() or not shutil.which("ssh"):
-        reason = "needs openssh-server and openssh-client"
-        assert not os.environ.get("CI"), f"in CI this test must run, but it {reason}"
-        pytest.skip(reason)
 
 
 def _server() -> str | None:

@@ -35,6 +35,7 @@ from ddp.core.ledger import Ledger
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.run import Run
 from faults import fault
+from needs import need
 from processes import start, train
 
 TESTS = Path(__file__).resolve().parent
@@ -67,16 +68,10 @@ class Resumed(NamedTuple):
     metrics: tuple[str, ...]
 
 
-def require(program: str) -> None:
-    if shutil.which(program) is None:
-        assert not os.environ.get("CI"), f"in CI this test must run, but it needs {program}"
-        pytest.skip(f"needs {program}")
-
-
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the file operations of all runs in the file `trace`, and with what they have written."""
-    require("strace")
+    need("strace")
     folder = tmp_path_factory.mktemp("recording")
     record(folder / "trace", [*RUNS, "record", folder])
     return folder
@@ -253,7 +248,7 @@ class Failing:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """failing_calls.c, compiled."""
-    require("cc")
+    need("cc")
     library = tmp_path_factory.mktemp("library") / "failing_calls.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, TESTS / "failing_calls.c"], check=True)
     return library

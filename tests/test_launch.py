@@ -49,6 +49,7 @@ from ddp.launcher.node_info import NodeInfo
 from ddp.launcher.rendezvous import Endpoint
 from ddp.launcher.worker_group import RunResult, WorkerGroup
 from faults import fault
+from needs import need
 from processes import Ranks, on_ranks, train
 
 MAIN = str(small_template() / "main.py")
@@ -106,17 +107,11 @@ LAUNCHERS = {
 }
 
 
-def require(program: str) -> None:
-    if shutil.which(program) is None:
-        assert not os.environ.get("CI"), f"{program} must be installed in CI"
-        pytest.skip(f"{program} is not installed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_same_two_ranks(launcher: str, expected: str, tmp_path: Path) -> None:
     command = [*LAUNCHERS[launcher], *RUN, tmp_path]
-    require(str(command[0]))
+    need(str(command[0]))
     done = run(command, MASTER_PORT=str(free_port())) if launcher == "mpirun" else run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes (" in done.stdout
@@ -127,7 +122,7 @@ def test_every_launcher_gives_the_same_two_ranks(launcher: str, expected: str, t
 @fault(1)
 def test_mpirun_leaves_enough_time_to_record_that_a_process_was_lost(tmp_path: Path) -> None:
     """It signals the other ranks at once, and kills them 2 s later."""
-    require("mpirun")
+    need("mpirun")
     options = ["--dataset", "synthetic", "--epochs", 500, "--checkpoint-every", 20, "--output-dir", tmp_path / "run"]
     command = [str(part) for part in (*LAUNCHERS["mpirun"], *options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
@@ -566,9 +561,7 @@ def test_a_shell_that_is_not_bash_is_told_what_to_type() -> None:
     script = "launch_node.sh"
     done = run(["bash", "--posix", TEMPLATE / script, "--nnodes", "two"])
     assert done.returncode == 2 and "error: --nnodes: " in done.stderr
-    if shutil.which("dash") is None:
-        assert not os.environ.get("CI"), "dash must be installed in CI"
-        pytest.skip("dash is not installed")
+    need("dash")
     done = run(["dash", TEMPLATE / script, "--nnodes", "2"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: this script needs bash: type ./{script} ... or bash {script} ...\n"

@@ -36,6 +36,7 @@ from ddp.core.files import write_status
 from ddp.training.output_dir import OutputDir
 from faults import fault
 from model import build_model as build_toy
+from needs import need_root
 from processes import Ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
 
@@ -94,19 +95,13 @@ def read_lines(path: Path) -> list[str]:
 @contextmanager
 def mounted(path: Path) -> Iterator[None]:
     """Unmount what the block mounts at `path`. Skips the test without the right to mount."""
-    require_root()
+    need_root("mounts")
     try:
         yield
     finally:
         while os.path.ismount(path) or str(path) in Path("/proc/self/mounts").read_text():
             if subprocess.run(["umount", "--lazy", path], capture_output=True).returncode != 0:
                 break
-
-
-def require_root() -> None:
-    if os.geteuid() != 0:
-        assert not os.environ.get("CI"), "in CI this test must run, but it needs root to mount a file system"
-        pytest.skip("needs root to mount a file system")
 
 
 def mount(*arguments: Any) -> None:
@@ -641,7 +636,7 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
 @pytest.mark.slow
 def test_a_dev_shm_that_is_too_small_or_a_tmpdir_that_is_too_long_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
-    require_root()
+    need_root("mounts")
     for split, kind in itertools.product(("train", "val"), ("a", "b")):
         folder = tmp_path / "images" / split / kind
         folder.mkdir(parents=True)

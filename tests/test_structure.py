@@ -177,11 +177,10 @@ def test_pyproject_declares_every_package_that_the_project_imports_and_no_other(
 def test_the_groups_of_the_repository_contain_what_the_project_needs() -> None:
     project = toml(TEMPLATE / "pyproject.toml")
     groups = toml(REPOSITORY / "pyproject.toml")["dependency-groups"]
-    needed = set(project["project"]["dependencies"])
-    assert needed <= set(groups["bench"])
-    assert needed | set(project["dependency-groups"]["dev"]) | set(project["build-system"]["requires"]) <= set(
-        groups["dev"]
-    )
+    assert set(groups["demo"]) == {*project["project"]["dependencies"], "cookiecutter>=2.6"}  # `make demo` installs it
+    assert all(groups[name][0] == {"include-group": "demo"} for name in ("dev", "bench"))
+    needed = {*project["dependency-groups"]["dev"], *project["build-system"]["requires"]}
+    assert needed <= set(groups["dev"][1:])
     assert project["dependency-groups"]["dev"] == project["project"]["optional-dependencies"]["dev"]
 
 
@@ -264,7 +263,7 @@ def test_the_pre_commit_hooks_are_valid_and_pinned_to_known_versions(folder: Pat
         "pre-commit-hooks": ["check-merge-conflict", "end-of-file-fixer", "trailing-whitespace"],
     }
     assert all(re.fullmatch(r"v\d+(\.\d+)+", repo["rev"]) for repo in repos.values())
-    for line in [*toml(REPOSITORY / "pyproject.toml")["dependency-groups"]["dev"]]:
+    for line in toml(REPOSITORY / "pyproject.toml")["dependency-groups"]["dev"][1:]:
         if Requirement(line).name == "ruff":
             assert Requirement(line).specifier.contains(repos["ruff-pre-commit"]["rev"])
 
