@@ -23,15 +23,15 @@ HOST = platform.node()
 OPTIONS = ["--dataset", "synthetic", "--batch-size", 16, "--max-steps", 8, "--checkpoint-every", 4, "--output-dir"]
 
 
-def flip(tensor: torch.Tensor, bit: int = 3) -> None:
-    """Flip one bit of a number in the middle of a contiguous tensor."""
+def flip(tensor: torch.Tensor, bit: int = 16) -> None:
+    """Flip one bit of a number in the middle of a contiguous tensor: less than 1 % of it, and more than rounding."""
     numbers = tensor.detach().view(torch.int32).flatten()
     numbers[len(numbers) // 2] ^= 1 << bit
 
 
 def flip_state(where: str, run: Run) -> None:
-    """On rank 1, after step 6."""
-    if run.ctx.rank == 1 and run.state.step == 6:
+    """On rank 1, a weight after step 6, or its momentum after step 8: another step would change the weight as well."""
+    if run.ctx.rank == 1 and run.state.step == {"weight": 6, "momentum": 8}[where]:
         model, optimizer = run.checkpoints.state["model"], run.checkpoints.state["optimizer"]
         weight = model.fc2.weight
         flip(weight if where == "weight" else optimizer.state[weight]["momentum_buffer"])

@@ -40,6 +40,8 @@ def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
     options += ["--output-dir", tmp_path]
     began = time.time()
     killed = start(2, *options, after_step=partial(sleep_and_kill, 7, 0.2))
+    killed.until((tmp_path / "metrics.jsonl").exists)
+    started = time.time()
     assert -signal.SIGKILL in killed.wait()
     last_sign_of_life = status(tmp_path)["time"]["until"]
     time.sleep(1.5)
@@ -48,16 +50,18 @@ def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
         r"recovered: lost at \d\d:\d\d:\d\d, training again after ([\d.]+) s; (\d) steps or a few more computed again"
     )
     (line,) = re.findall(recovered, output)
-    assert 1.5 < float(line[0]) < 30 and line[1] == "2", "killed after step 7, which nobody has recorded"
+    recovered_s = time.time() - last_sign_of_life
+    assert 1.5 < float(line[0]) < recovered_s and line[1] == "2", "killed after step 7, which nobody has recorded"
+    continued = time.time()
     output = train(2, *options)
     assert "recovered" not in output, "that run had reached its end"
     record = status(tmp_path)["time"]
     seconds = record["seconds"]
     assert list(seconds) == list(PARTS)
     assert sum(seconds.values()) == pytest.approx(record["until"] - record["since"], rel=0.001)
-    assert began - 1 < record["since"] < began + 1 and time.time() - 5 < record["until"] < time.time()
-    assert 1 < seconds["down"] < 30 and last_sign_of_life < record["until"]
-    assert 0.35 < seconds["repeated"] < 5, "two steps of 0.2 s"
+    assert began - 1 < record["since"] < started and continued < record["until"] < time.time()
+    assert 1.4 < seconds["down"] < time.time() - last_sign_of_life
+    assert 0.35 < seconds["repeated"] < last_sign_of_life - began, "two steps of 0.2 s"
     assert all(seconds[part] > 0 for part in PARTS)
     percent = {part: float(value) for value, part in re.findall(r"([\d.]+) % ([\w-]+)", output.splitlines()[-3])}
     assert 99 < sum(percent.values()) < 101 and percent["repeated"] > 0, output

@@ -46,7 +46,7 @@ from ddp.training.meter import Meter
 from ddp.training.wrapping import wrap_model
 from faults import fault
 from processes import on_ranks, train
-from small_models import Awkward, build_awkward, build_slow_awkward
+from small_models import Awkward, build_awkward, build_slow_awkward, build_smooth
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 
@@ -233,8 +233,9 @@ def test_a_garbage_collection_does_not_visit_what_exists_since_the_first_step(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_same_global_batch_gives_the_same_weights_with_1_and_2_processes(
-    accumulation: int, small: None, tmp_path: Path
+    accumulation: int, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(main.task, "build_model", build_smooth)
     options = ["--dataset", "synthetic", "--max-steps", 20, "--lr", 0.1, "--output-dir"]
     train(1, *options, tmp_path / "one", "--batch-size", 32)
     train(2, *options, tmp_path / "two", "--batch-size", 16 // accumulation, "--grad-accum-steps", accumulation)
