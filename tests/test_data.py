@@ -1054,7 +1054,7 @@ def test_a_run_ends_well_with_any_numbers_of_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int, tests: int, world_size: int, batch: int
 ) -> None:
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": samples, "val": tests})
-    shared = ("--dataset=synthetic", "--device=cpu", "--output-dir", tmp_path, "--timeout=20", "--log-every=1")
+    shared = ("--dataset=synthetic", "--device=cpu", "--output-dir", tmp_path, "--timeout=60", "--log-every=1")
     train(world_size, *shared, "--batch-size", batch, "--epochs", 2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["count"] for line in lines if line["split"] == "val"] == [tests, tests]
@@ -1097,7 +1097,7 @@ def test_processes_that_find_different_data_are_told_at_once(
     machine = Machine()
     monkeypatch.setattr(main, "load_datasets", load_datasets)
     monkeypatch.setattr(main.task, "build_model", lambda config, train_set: nn.Linear(2, 100))
-    output = train(2, "--device=cpu", "--workers=0", "--timeout=2", "--output-dir", tmp_path / "out", code=3)
+    output = train(2, "--device=cpu", "--workers=0", "--timeout=60", "--output-dir", tmp_path / "out", code=3)
     message = the_error(output)
     assert "100" in message
     assert "50" in message
@@ -1116,7 +1116,7 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
             time.sleep(600)
 
     def result(ctx: DistContext) -> Any:
-        ddp.data.reader.START_TIMEOUT_S = 1.0
+        ddp.data.reader.START_TIMEOUT_S = 3.0
         os.register_at_fork(after_in_child=stand_still_once)
         loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 2), ctx)
         without = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 0), ctx)

@@ -1290,7 +1290,7 @@ def test_a_backend_that_torch_lacks_is_refused_with_the_available_ones(tmp_path:
 @shows("timeout")
 def test_timeout_limits_how_long_a_process_waits_for_the_others(tmp_path: Path) -> None:
     took = {}
-    for seconds in (1, 5):
+    for seconds in (1, 9):
         ranks = ("--rank", 0, "--world-size", 2, "--device", "cpu", "--init-method", f"file://{tmp_path}/{seconds}")
         start = time.monotonic()
         output = contexts(1, *ranks, "--timeout", seconds, code=3)
@@ -1298,7 +1298,7 @@ def test_timeout_limits_how_long_a_process_waits_for_the_others(tmp_path: Path) 
         assert "only 1 of 2 processes joined" in output
         assert f"within {seconds} s (--timeout)" in output
     assert 1 <= took[1] < 60  # the default is 600
-    assert took[5] - took[1] > 2
+    assert took[9] - took[1] > 2
 
 
 @pytest.mark.slow
@@ -1315,7 +1315,7 @@ def test_warn_after_says_who_waits_for_whom() -> None:
     for seconds in (1, 60):
         ranks = Ranks(2, partial(wait, seconds))
         assert ranks.wait() == [0, 0], ranks.output()
-        warned = re.search(r"rank 0 has waited \d s at .*; rank 1 is at test_options\.py:\d+", ranks.output(0))
+        warned = re.search(r"rank 0 has waited \d+ s at .*; rank 1 is at test_options\.py:\d+", ranks.output(0))
         assert (warned is not None) == (seconds == 1)
 
 

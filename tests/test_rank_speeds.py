@@ -74,7 +74,15 @@ def sleep_on_rank_1(seconds: float) -> None:
 
 class SlowModel(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
-        sleep_on_rank_1(0.02)
+        sleep_on_rank_1(0.1)
+        return super().forward(inputs.flatten(1))
+
+
+class SlowEverywhere(nn.Linear):
+    """What other programs of this machine take from one rank is little compared with this."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(0.2)
         return super().forward(inputs.flatten(1))
 
 
@@ -86,21 +94,21 @@ def stop_half_of_the_time(pid: int, end: threading.Event) -> None:
 
 
 @fault(47)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("slow", ["data", "model", "process", ""])
 def test_a_rank_that_is_slow_is_named_with_its_host_and_the_cause(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 64_000, "val": 51, "test": 50})
-    # Without a slow rank, over a longer time: other programs of this machine may slow one down for a second or two.
-    monkeypatch.setattr(rank_speeds, "INTERVAL_S", 1.0 if slow else 4.0)
+    monkeypatch.setattr(rank_speeds, "INTERVAL_S", 1.0)
     if slow == "data":
         read = images.ImagesInMemory.__getitems__
         monkeypatch.setattr(
             images.ImagesInMemory, "__getitems__", lambda *arguments: sleep_on_rank_1(0.5) or read(*arguments)
         )
-    if slow == "model":
-        monkeypatch.setattr(main.task, "build_model", lambda *_: SlowModel(3072, 10))
-    options: list[Any] = ["--dataset", "synthetic", "--log-every", 20, "--output-dir", tmp_path]
+    if slow in ("model", ""):
+        monkeypatch.setattr(main.task, "build_model", lambda *_: (SlowModel if slow else SlowEverywhere)(3072, 10))
+    options: list[Any] = ["--dataset", "synthetic", "--log-every", 5, "--output-dir", tmp_path]
     ranks, end = start(2, *options), threading.Event()
     stopping = threading.Thread(target=stop_half_of_the_time, args=(ranks.pids[1], end))
     if slow == "process":
@@ -112,7 +120,7 @@ def test_a_rank_that_is_slow_is_named_with_its_host_and_the_cause(
         return list(dict.fromkeys(value for value in found if value is not None))
 
     ranks.until((tmp_path / "metrics.jsonl").exists)
-    ranks.until(lambda: shared() and ("as slow as the others" in ranks.output() or (not slow and len(shared()) > 5)))
+    ranks.until(lambda: shared() and ("as slow as the others" in ranks.output() or (not slow and len(shared()) > 3)))
     end.set()
     if slow == "process":
         stopping.join()

@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_in_its_test_is_tested_when_it_is_repeated(
 
 
 def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not path.exists():
         assert time.monotonic() < end
         time.sleep(0.01)
