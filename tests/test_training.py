@@ -61,7 +61,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("first") / "run"
     command = ["bash", TEMPLATE / "launch_node.sh", "--nproc-per-node", "2", "--"]
     command += ["--dataset", "synthetic", "--epochs", "3", "--output-dir", output]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
