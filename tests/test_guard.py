@@ -31,10 +31,13 @@ def flip(tensor: torch.Tensor, bit: int = 16) -> None:
 
 def flip_state(where: str, run: Run) -> None:
     """On rank 1, a weight after step 6, or its momentum after step 8: another step would change the weight as well."""
-    if run.ctx.rank == 1 and run.state.step == {"weight": 6, "momentum": 8}[where]:
-        model, optimizer = run.checkpoints.state["model"], run.checkpoints.state["optimizer"]
+    if run.ctx.rank == 1 and run.state.step == {"weight": 6, "momentum": 8, "average": 6}[where]:
+        model, optimizer, ema = (run.checkpoints.state[name] for name in ("model", "optimizer", "ema"))
         weight = model.fc2.weight
-        flip(weight if where == "weight" else optimizer.state[weight]["momentum_buffer"])
+        if where == "momentum":
+            flip(optimizer.state[weight]["momentum_buffer"])
+        else:
+            flip(weight if where == "weight" else ema.module.fc2.weight)
 
 
 def flip_gradient(run: Run) -> None:
@@ -60,17 +63,19 @@ def flip_gradient(run: Run) -> None:
             2,
             f"rank 0 ({HOST}), rank 1 ({HOST}) differ, first in optimizer: momentum_buffer of model: fc2.weight: ",
         ),
+        ("average", 2, f"rank 0 ({HOST}), rank 1 ({HOST}) differ, first in ema: fc2.weight: "),
     ],
 )
 def test_a_bit_that_flips_on_one_rank_is_found_at_the_next_save(
     where: str, processes: int, says: str, small: None, tmp_path: Path
 ) -> None:
-    output = train(processes, *OPTIONS, tmp_path, code=6, after_step=partial(flip_state, where))
+    options = [*OPTIONS, tmp_path, "--ema", 0.9]
+    output = train(processes, *options, code=6, after_step=partial(flip_state, where))
     errors = [line for line in output.splitlines() if "error: " in line]
     assert len(errors) == 1 and "the ranks no longer have the same weights: " in errors[0] and says in errors[0]
     assert "(noticed at step 8; last good checkpoint: " in errors[0]
     assert newest(tmp_path).name == "step_00000004.pt", "nothing was saved"
-    train(processes, *OPTIONS, tmp_path, "--guard", 0, after_step=partial(flip_state, where))
+    train(processes, *options, "--guard", 0, after_step=partial(flip_state, where))
     assert newest(tmp_path).name == "step_00000008.pt"
 
 

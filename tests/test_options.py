@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch._dynamo  # DDP imports it, which takes a second: import it once, before the ranks are forked
@@ -1027,19 +1029,25 @@ def test_with_shard_each_rank_keeps_a_part_of_each_weight_gradient_and_state() -
 
 @shows("checkpoint_activations")
 def test_with_checkpoint_activations_a_block_is_computed_again_in_the_backward_pass() -> None:
-    def calls(ctx: DistContext) -> list[int]:
-        class Counting(nn.Linear):
-            def forward(self, inputs: Tensor) -> Tensor:
-                found.append(1)
-                return super().forward(inputs)
+    """With the same random numbers, and it takes none from those that are drawn later."""
 
-        found: list[int] = []
-        model = nn.Sequential(Counting(4, 4), Counting(4, 4))
+    def draw() -> float:
+        return random.random() + numpy.random.rand() + torch.rand(()).item()
+
+    def calls(ctx: DistContext) -> list[int]:
+        class Drawing(nn.Linear):
+            def forward(self, inputs: Tensor) -> Tensor:
+                found.append(draw())
+                return super().forward(inputs) * found[-1]
+
+        found: list[float] = []
+        model = nn.Sequential(Drawing(4, 4), Drawing(4, 4))
         wrapped = wrapping.wrap_model(model, Config.parse(["--device=cpu", "--checkpoint-activations"]), ctx)
         with torch.no_grad():
             wrapped(torch.zeros(2, 4))
         before = len(found)
         wrapped(torch.zeros(2, 4)).sum().backward()
+        assert found[4:] == found[3:1:-1] and draw() not in found
         return [before, len(found)]
 
     assert on_ranks(1, calls, "--device", "cpu") == [[2, 6]]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -678,11 +678,15 @@ def test_the_average_is_what_is_evaluated_now_and_after_a_resume_and_by_evaluate
 class NoisySGD(torch.optim.SGD):
     """Adds noise to the weights, as in Langevin dynamics."""
 
+    drawn: ClassVar[list[float]] = []  # a number of each weight and step
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             for weight in group["params"]:
-                weight.data.add_(torch.randn_like(weight), alpha=0.01)
+                noise = torch.randn_like(weight)
+                weight.data.add_(noise, alpha=0.01)
+                self.drawn.append(noise.flatten()[0].item())
 
 
 def test_the_noise_of_an_optimizer_is_the_same_on_all_ranks_and_after_a_resume(
@@ -693,6 +697,7 @@ def test_the_noise_of_an_optimizer_is_the_same_on_all_ranks_and_after_a_resume(
 
     def evaluate(network: nn.Module, loader: Any, config: Config, ctx: DistContext) -> dict[str, Any]:
         assert len(set(ctx.gather(digest(network.state_dict())))) == 1, "the ranks have different weights"
+        assert len(set(NoisySGD.drawn)) == len(NoisySGD.drawn), "the noise of a step was that of another one"
         return metrics(network, loader, config, ctx)
 
     metrics = main.evaluate
@@ -906,19 +911,21 @@ class MixedInChunks(Mixed):
 
 @pytest.mark.parametrize("kind", [Mixed, MixedInChunks])
 def test_a_batch_is_mixed_alike_after_a_resume_and_only_in_training(kind: type[Mixed]) -> None:
-    def batches(start: int) -> Callable[[DistContext], list[Any]]:
+    def batches(start: int, epoch: int = 1) -> Callable[[DistContext], list[Any]]:
         def of_rank(ctx: DistContext) -> list[Any]:
             before = torch.get_rng_state().tolist()
             loader = TrainLoader(kind(), options("--batch-size=4", "--workers=0"), ctx)
-            found = [(inputs.tolist(), targets.tolist()) for step in loader.steps(1, start) for inputs, targets in step]
+            found = [
+                (inputs.tolist(), targets.tolist()) for step in loader.steps(epoch, start) for inputs, targets in step
+            ]
             assert torch.get_rng_state().tolist() == before
             return found
 
         return of_rank
 
-    whole, rest = by_rank(2, batches(0)), by_rank(2, batches(8))
+    whole, rest, next_epoch = by_rank(2, batches(0)), by_rank(2, batches(8)), by_rank(2, batches(0, epoch=2))
     assert [rank[1:] for rank in whole] == rest
-    assert len({inputs[0][2] for rank in whole for inputs, _ in rank}) == 6, "each batch draws anew"
+    assert len({inputs[0][2] for rank in whole + next_epoch for inputs, _ in rank}) == 12, "each batch draws anew"
     assert any(inputs[0][:2] != [targets[0]] * 2 for rank in whole for inputs, targets in rank)
 
     def evaluated(ctx: DistContext) -> bool:

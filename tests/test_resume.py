@@ -213,6 +213,15 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
     assert differences("--clip-grad=2") == ["--clip-grad was None, is 2.0"]
 
 
+def test_classes_in_another_order_are_other_classes() -> None:
+    """Each label would mean another one."""
+    facts = {"config": asdict(Config.parse([])), "global_batch": 64, "samples": 100, "classes": {}, "parts": {}}
+    ours, theirs = ({**facts, "dataset": {"classes": classes}} for classes in (["cat", "dog"], ["dog", "cat"]))
+    for options in ([], ["--evaluate"]):
+        found = run_differences(Config.parse(options), ours, theirs)
+        assert found == ["class 0 of the data was dog, is cat", "class 1 of the data was cat, is dog"]
+
+
 def test_another_model_is_refused_with_the_names_of_the_weights_that_differ(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
