@@ -80,8 +80,11 @@ def test_a_bit_that_flips_on_one_rank_is_found_at_the_next_save(
 
 
 @fault(46)
-def test_a_wrong_gradient_is_found_before_it_counts(small: None, tmp_path: Path) -> None:
-    output = train(2, *OPTIONS, tmp_path, "--deterministic", "--guard", 3, code=6, after_step=flip_gradient)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_wrong_gradient_is_found_before_it_counts(passes: int, small: None, tmp_path: Path) -> None:
+    """Also in the first of two passes, whose gradients are added."""
+    options = (*OPTIONS, tmp_path, "--deterministic", "--guard", 3, "--grad-accum-steps", passes)
+    output = train(2, *options, code=6, after_step=flip_gradient)
     says = f"error: rank 1 ({HOST}) computed two different gradients of fc2.weight from the same weights and batch: "
     assert output.count(says) == 1 and "(noticed at step 6; " in output
     assert newest(tmp_path).name == "step_00000004.pt"
