@@ -60,7 +60,7 @@ def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
     assert list(seconds) == list(PARTS)
     assert sum(seconds.values()) == pytest.approx(record["until"] - record["since"], rel=0.001)
     assert began - 1 < record["since"] < started and continued < record["until"] < time.time()
-    assert 0.4 < seconds["down"] < time.time() - last_sign_of_life, "1.5 s, but the start of a process is known to a second"
+    assert 0.4 < seconds["down"] < time.time() - last_sign_of_life  # 1.5 s; a process knows its start to a second
     assert 0.35 < seconds["repeated"] < last_sign_of_life - began, "two steps of 0.2 s"
     assert all(seconds[part] > 0 for part in PARTS)
     percent = {part: float(value) for value, part in re.findall(r"([\d.]+) % ([\w-]+)", output.splitlines()[-3])}
