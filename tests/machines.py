@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -62,6 +63,15 @@ class Machine:
         """The processes that run here."""
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
+
+    def until_listening(self, port: int, timeout: float = 60) -> None:
+        """Wait until a process here listens at this port."""
+        end = time.monotonic() + timeout
+        sockets = ("ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        listening = re.compile(rf":{port:04X} \S+ 0A ")  # as the kernel lists them
+        while not listening.search(_run(*sockets)):
+            assert time.monotonic() < end, f"nobody listens at port {port} of {self.name}"
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """End all that runs here, at once."""
