@@ -167,6 +167,9 @@ def _connect(machine: Machine, switch: str, everyone: list[Machine]) -> None:
     (etc / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody answers there
     _run("ip", "netns", "add", machine.namespace)
     _run("ip", "-n", machine.namespace, "link", "set", "lo", "up")
+    if ":" in machine.address:  # as with IPv4, it keeps its address while the cable is out
+        keep = "echo 1 >/proc/sys/net/ipv6/conf/all/keep_addr_on_down"
+        _run("ip", "netns", "exec", machine.namespace, "sh", "-c", keep)
     _run("ip", "-n", switch, "link", "add", machine.name, "type", "veth", "peer", "eth0", "netns", machine.namespace)
     _run("ip", "-n", switch, "link", "set", machine.name, "master", "bridge", "up")
     _run("ip", "-n", machine.namespace, "address", "add", f"{machine.address}/{length}", "dev", "eth0", *now)
