@@ -35,6 +35,26 @@ def shrink(project: Path, **sizes: int) -> Path:
     return project
 
 
+SLOW = """
+
+import os, time
+
+_compute_loss = compute_loss
+
+
+def compute_loss(outputs, targets, config):
+    time.sleep(float(os.environ.get("STEP_S", 0)))
+    return _compute_loss(outputs, targets, config)
+"""
+
+
+def slow_down(project: Path) -> Path:
+    """Let each of its steps last STEP_S, a variable, so that a run is still training when the test interferes."""
+    with (project / "model.py").open("a") as model:
+        model.write(SLOW)
+    return project
+
+
 @cache
 def small_template() -> Path:
     """A copy for tests that start Python anew: a second less of each process goes into making data."""

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from outputs import lines, weights_and_momentum
-from template_copy import copy_template, shrink
+from template_copy import copy_template, shrink, slow_down
 
 import data
 from config import Config
@@ -46,22 +46,7 @@ NOTICE = ["--timeout", 10]  # a lost machine is noticed this soon
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy whose steps take as long as STEP_S says. Its path contains a space."""
     require()
-    copy = shrink(copy_template(tmp_path_factory.mktemp("a copy") / "project"), **SIZES)
-    (copy / "model.py").write_text(f"{(copy / 'model.py').read_text()}{SLOW}")
-    return copy
-
-
-SLOW = """
-
-import os, time
-
-_compute = compute_loss
-
-
-def compute_loss(outputs, targets, config):
-    time.sleep(float(os.environ.get("STEP_S", 0)))
-    return _compute(outputs, targets, config)
-"""
+    return slow_down(shrink(copy_template(tmp_path_factory.mktemp("a copy") / "project"), **SIZES))
 
 
 @pytest.fixture(autouse=True)
