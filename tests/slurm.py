@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from template_copy import LEAN
+
 from machines import Machine, Program, machines
 from needs import need
 
@@ -59,7 +61,7 @@ class Slurm:
     def run(self, *command: Any, folder: Path | None = None, **environ: str) -> str:
         """What a command of Slurm prints, called on the first node in a folder."""
         words = ["ip", "netns", "exec", self.machines[0].namespace, *(str(word) for word in command)]
-        environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environ}
+        environment = {**os.environ, **LEAN, "SLURM_CONF": str(self.folder / "slurm.conf"), **environ}
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, f"{words[4:]}: {done.stdout}{done.stderr}"
         return done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from template_copy import copy_template, shrink
+from template_copy import LEAN, copy_template, shrink
 
 from faults import fault
 
@@ -50,7 +50,7 @@ def run(project: Path, *options: Any, **environ: str) -> tuple[int, str]:
     """Run launch_node.sh with 2 processes on a terminal. Returns its exit code, and what the terminal shows."""
     ours, theirs = pty.openpty()
     command = ["bash", str(project / "launch_node.sh"), "--nproc-per-node", "2", "--", *OPTIONS, *map(str, options)]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TERM": "xterm", **environ}
+    environment = {**os.environ, **LEAN, "PYTHONDONTWRITEBYTECODE": "1", "TERM": "xterm", **environ}
     started = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""

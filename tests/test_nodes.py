@@ -26,7 +26,7 @@ import pytest
 from template_copy import TEMPLATE, copy_template
 
 from faults import fault
-from machines import Machine, Program, machines
+from machines import CONNECTED, Machine, Program, machines
 
 pytestmark = pytest.mark.slow
 ALL = partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
@@ -294,8 +294,11 @@ def test_one_node_rank_on_two_machines_is_refused_on_all_even_on_one_that_comes_
 @fault(27)
 def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project)
-    two[0].until_listening(29500)
-    nodes = [first, node(two[1], 0, project), node(two[1], 1, project)]
+    two[0].until_port(29500)
+    second = node(two[1], 0, project)
+    two[0].until_port(29500, CONNECTED)
+    time.sleep(0.5)  # it has sent its rank
+    nodes = [first, second, node(two[1], 1, project)]
     refused_alike(nodes, "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
 
 
@@ -364,7 +367,7 @@ def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -
 
 # What happens in each turn, and what the launcher prints then. Progress resets the number of restarts.
 TURNS = {
-    "os._exit(1)": (
+    "signal.signal(15, signal.SIG_IGN); meet(); os._exit(1)": (
         "a process failed (exit code 1); starting again from the last checkpoint, if there is one, restart 1"
     ),
     # It is killed before training. torchrun stops rank 0, which takes that for a request to stop, and reports 75.
@@ -542,7 +545,7 @@ def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
 def test_a_signal_before_training_begins_ends_all_with_75(project: Path) -> None:
     with machines(1) as (machine,):
         waiting = node(machine, 0, project)
-        machine.until_listening(29500)
+        machine.until_port(29500)
         waiting.signal(signal.SIGTERM)
         assert waiting.wait(25) == 75 and "stopped by SIGTERM before training began" in waiting.output()
     starting = alone(project, FOR_EVER)
