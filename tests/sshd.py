@@ -27,7 +27,7 @@ PidFile none
 UsePAM no
 StrictModes no
 PermitRootLogin prohibit-password
-SetEnv TMPDIR={folder}/temporary PYTHONPATH={lean}
+SetEnv TMPDIR={folder}/temporary "PYTHONPATH={lean}"
 """
 CLIENT = """
 Host gpu1
