@@ -176,7 +176,6 @@ def test_a_refusal_on_one_rank_alone_reaches_those_that_wait_for_it(small: None,
     assert ranks.output(0).splitlines()[-1] == f"rank 0 is exiting because {refusal}"
 
 
-@pytest.mark.sample(0)
 @fault(9)
 def test_a_stop_needs_no_module_that_is_not_loaded(small: None, tmp_path: Path) -> None:
     """The environment of a run may be removed, or upgraded, while it trains: it saves and exits with 75."""
@@ -202,6 +201,7 @@ def test_a_stop_needs_no_module_that_is_not_loaded(small: None, tmp_path: Path) 
     assert "import " not in ranks.output() and "Traceback" not in ranks.output()
 
 
+@pytest.mark.sample(0)
 def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
