@@ -306,7 +306,7 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
     environment.chmod(0o755)
     bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "VIRTUAL_ENV": "", "OMP_NUM_THREADS": "1", "STEP_S": "0.1"}
     job = cluster.submit(project, SCRIPT, "--", *QUICK, "--output-dir", "out", **bare)
-    job.says("step 10/", timeout=240)
+    job.says("step    10/", timeout=240)
     job.cancel("--batch", "--signal=USR1")
     job.comes_back()
     job.start_again()
