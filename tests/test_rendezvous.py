@@ -381,6 +381,7 @@ def test_a_node_that_comes_back_waits_for_the_run_to_restart(
         late = in_thread(join, node_info(1, **{"--nnodes": "1:2"}), endpoint)
         time.sleep(4.5)
         assert not late.done()
+        monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 10.0)
     first = in_thread(join, node_info(0, **{"--nnodes": "1:2"}), replace(endpoint, grace=9.0), [0])
     assert first.result(60) == late.result(60) == [0, 1]
     waiting, back = capfd.readouterr().err.splitlines()
