@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from template_copy import LEAN
+
 from needs import need, need_root
 
 numbers = itertools.count()
+LISTENING, CONNECTED = "0A", "01"  # states of a socket, as the kernel lists them
 # Called as START NAME [FOLDER PATH]... -- COMMAND, in network, host name and mounts of its own.
 START = 'hostname "$0"; while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift; exec "$@"'
 
@@ -63,6 +67,15 @@ class Machine:
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
 
+    def until_port(self, port: int, state: str = LISTENING, timeout: float = 60) -> None:
+        """Wait until a process here listens at this port, or is connected there."""
+        end = time.monotonic() + timeout
+        sockets = ("ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        expected = re.compile(rf":{port:04X} \S+ {state} ")
+        while not expected.search(_run(*sockets)):
+            assert time.monotonic() < end, f"nobody has port {port} of {self.name} in state {state}"
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """End all that runs here, at once."""
         for pid in self.running():
@@ -74,7 +87,7 @@ class Program:
     """A running command, and what it has printed so far."""
 
     def __init__(self, command: list[Any], environ: dict[str, str]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environ}
+        environment = {**os.environ, **LEAN, "PYTHONUNBUFFERED": "1", **environ}
         read_end, write_end = os.pipe()
         self.process = subprocess.Popen(
             [str(part) for part in command], env=environment, stdout=write_end, stderr=write_end, start_new_session=True
@@ -157,6 +170,9 @@ def _connect(machine: Machine, switch: str, everyone: list[Machine]) -> None:
     (etc / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody answers there
     _run("ip", "netns", "add", machine.namespace)
     _run("ip", "-n", machine.namespace, "link", "set", "lo", "up")
+    if ":" in machine.address:  # as with IPv4, it keeps its address while the cable is out
+        keep = "echo 1 >/proc/sys/net/ipv6/conf/all/keep_addr_on_down"
+        _run("ip", "netns", "exec", machine.namespace, "sh", "-c", keep)
     _run("ip", "-n", switch, "link", "add", machine.name, "type", "veth", "peer", "eth0", "netns", machine.namespace)
     _run("ip", "-n", switch, "link", "set", machine.name, "master", "bridge", "up")
     _run("ip", "-n", machine.namespace, "address", "add", f"{machine.address}/{length}", "dev", "eth0", *now)

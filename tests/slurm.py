@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from template_copy import LEAN
+
 from machines import Machine, Program, machines
 from needs import need
 
@@ -59,7 +61,7 @@ class Slurm:
     def run(self, *command: Any, folder: Path | None = None, **environ: str) -> str:
         """What a command of Slurm prints, called on the first node in a folder."""
         words = ["ip", "netns", "exec", self.machines[0].namespace, *(str(word) for word in command)]
-        environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environ}
+        environment = {**os.environ, **LEAN, "SLURM_CONF": str(self.folder / "slurm.conf"), **environ}
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, f"{words[4:]}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -106,25 +108,25 @@ class Job:
         file = self.project / f"slurm-{self.number}.out"
         return file.read_text() if file.exists() else ""
 
-    def until(self, condition: Callable[[], Any], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], timeout: float = 120) -> None:
         """Wait until something holds."""
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, f"not within {timeout} s: {self.show()}\n{self.output()}"
             time.sleep(0.1)
 
-    def says(self, text: str, count: int = 1, timeout: float = 60) -> None:
+    def says(self, text: str, count: int = 1, timeout: float = 120) -> None:
         """Wait until it has printed something so many times."""
         self.until(lambda: self.output().count(text) >= count, timeout)
 
-    def ends(self, state: str, timeout: float = 60) -> dict[str, str]:
+    def ends(self, state: str, timeout: float = 120) -> dict[str, str]:
         """Wait until it has ended. Returns what Slurm knows."""
         self.until(lambda: self.show()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout)
         known = self.show()
         assert known["JobState"] == state, f"{known}\n{self.output()}"
         return known
 
-    def comes_back(self, restarts: int = 1, timeout: float = 60) -> None:
+    def comes_back(self, restarts: int = 1, timeout: float = 120) -> None:
         """Wait until it is in the queue again, or has left it again."""
 
         def back() -> bool:

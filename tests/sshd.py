@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from template_copy import LEAN
+
 import machines
 from machines import Machine, Program
 from needs import need
@@ -25,7 +27,7 @@ PidFile none
 UsePAM no
 StrictModes no
 PermitRootLogin prohibit-password
-SetEnv TMPDIR={folder}/temporary
+SetEnv TMPDIR={folder}/temporary "PYTHONPATH={lean}"
 """
 CLIENT = """
 Host gpu1
@@ -111,7 +113,7 @@ def reachable(made: list[Machine], folder: Path) -> Iterator[Network]:
 
 def _serve(machine: Machine, folder: Path) -> Program:
     settings = folder / f"server {machine.name}"
-    settings.write_text(SERVER.format(address=machine.address, folder=folder))
+    settings.write_text(SERVER.format(address=machine.address, folder=folder, lean=LEAN["PYTHONPATH"]))
     # What bash reads for a command over ssh may print, or change files that others use at the same time (pyenv).
     plain = 'if [ -e ~/.bashrc ]; then mount --bind /dev/null ~/.bashrc; fi; exec "$0" "$@"'
     server = machine.start("sh", "-euc", plain, _server(), "-D", "-e", "-f", settings)

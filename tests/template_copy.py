@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
+# Variables of a process that starts Python anew: tests/lean saves most of the time of importing torch.
+LEAN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent / "lean")}
 
 
 def copy_template(folder: Path) -> Path:
@@ -32,6 +34,26 @@ def shrink(project: Path, **sizes: int) -> Path:
     edited, count = re.subn(r"^(SYNTHETIC_SIZES =) \{.*\}", rf"\1 {sizes}", source, flags=re.MULTILINE)
     assert count == 1
     (project / "data.py").write_text(edited)
+    return project
+
+
+SLOW = """
+
+import os, time
+
+_compute_loss = compute_loss
+
+
+def compute_loss(outputs, targets, config):
+    time.sleep(float(os.environ.get("STEP_S", 0)))
+    return _compute_loss(outputs, targets, config)
+"""
+
+
+def slow_down(project: Path) -> Path:
+    """Let each of its steps last STEP_S, a variable, so that a run is still training when the test interferes."""
+    with (project / "model.py").open("a") as model:
+        model.write(SLOW)
     return project
 
 

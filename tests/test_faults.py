@@ -50,6 +50,7 @@ from processes import Ranks, on_ranks, start, train
 from small_models import build_awkward, build_slow_awkward
 
 pytestmark = pytest.mark.slow
+ALL = partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
 
 TESTS = Path(__file__).parent
 PROJECT_TESTS = TESTS.parent / "{{cookiecutter.project_slug}}" / "tests"
@@ -93,7 +94,7 @@ def start_faulty(
     return Ranks(world_size, target)
 
 
-def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
+def wait_for_text(ranks: Ranks, text: str, timeout: float = 90) -> None:
     end = time.monotonic() + timeout
     while text not in ranks.output():
         assert time.monotonic() < end, f"{text!r} was not printed:\n{ranks.output()}"
@@ -104,6 +105,7 @@ def wait_for_text(ranks: Ranks, text: str, timeout: float = 30) -> None:
 
 
 @fault(9)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "to"),
     [(signal.SIGUSR1, 0), (signal.SIGINT, 1)],
@@ -149,14 +151,14 @@ def test_a_signal_to_a_forked_process_is_no_request_to_its_rank(small: None, tmp
                 os._exit(int(signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
             assert os.waitpid(pid, 0)[1] == 0
             assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        time.sleep(0.2)
+        time.sleep(0.1)  # the ranks ask each other twice a second
 
     ranks = start_faulty(2, inject, "--max-steps", 12, "--output-dir", tmp_path)
-    assert ranks.wait(60) == [0, 0], ranks.output()
+    assert ranks.wait() == [0, 0], ranks.output()
 
 
 @fault(13)
-def test_a_refusal_on_one_rank_alone_reaches_those_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_refusal_on_one_rank_alone_reaches_those_that_wait_for_it(small: None, tmp_path: Path) -> None:
     """Such as --precision bf16 on the one machine that has an older GPU."""
 
     def target(rank_env: RankEnv) -> int:
@@ -165,13 +167,11 @@ def test_a_refusal_on_one_rank_alone_reaches_those_that_wait_for_it(tmp_path: Pa
                 raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
 
         ddp.training.run.check_model = check
-        options = ["--dataset=synthetic", "--timeout=60", f"--output-dir={tmp_path}"]
+        options = ["--dataset=synthetic", "--timeout=600", f"--output-dir={tmp_path}"]
         return run_as_rank(main.main, Config.parse(options), rank_env)
 
-    begin = time.monotonic()
     ranks = Ranks(2, target)
-    assert ranks.wait(50) == [2, 2], ranks.output()
-    assert time.monotonic() - begin < 45
+    assert ranks.wait() == [2, 2], ranks.output()  # long before --timeout
     refusal = "rank 1 failed: --precision bf16: this GPU has no bfloat16; use --precision fp16"
     assert ranks.output(0).splitlines()[-1] == f"rank 0 is exiting because {refusal}"
 
@@ -197,10 +197,11 @@ def test_a_stop_needs_no_module_that_is_not_loaded(small: None, tmp_path: Path) 
     ranks = start_faulty(2, inject, "--checkpoint-every", 1, "--output-dir", tmp_path)
     wait_for_text(ranks, "removed", 60)
     ranks.kill(signal.SIGTERM)
-    assert ranks.wait(40) == [75, 75], ranks.output()
+    assert ranks.wait() == [75, 75], ranks.output()
     assert "import " not in ranks.output() and "Traceback" not in ranks.output()
 
 
+@pytest.mark.sample(0)
 def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def test_request_stop_on_one_rank_alone_stops_all_ranks_with_a_checkpoint(
 
 
 @fault(9)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("steps", [[], ["--max-steps", 27]])
 def test_a_stop_in_the_evaluation_repeats_it_after_a_resume(
     small: None, steps: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,12 +271,13 @@ def test_a_stop_of_an_evaluation_exits_with_75_and_changes_no_file(
     assert status(tmp_path) == before
 
 
+@pytest.mark.sample(0)
 @fault(10)
 def test_a_second_signal_ends_the_process_at_once(small: None, tmp_path: Path) -> None:
     """Even in the middle of a step that never ends."""
     number = signal.SIGTERM
     ranks = start_faulty(
-        1, lambda rank, count: time.sleep(60 * (count == 3)), "--output-dir", tmp_path, "--log-every", 1
+        1, lambda rank, count: time.sleep(600 * (count == 3)), "--output-dir", tmp_path, "--log-every", 1
     )
     wait_for_text(ranks, "step   2/400")
     time.sleep(0.2)
@@ -284,10 +287,8 @@ def test_a_second_signal_ends_the_process_at_once(small: None, tmp_path: Path) -
     wait_for_text(ranks, "stop requested: saving and exiting after this step (signal again to quit immediately)")
     time.sleep(1.2)
     assert "quit immediately on" not in ranks.output()
-    begin = time.monotonic()
     os.kill(ranks.pids[0], number)
-    assert ranks.wait() == [128 + number]
-    assert time.monotonic() - begin < 1
+    assert ranks.wait() == [128 + number]  # long before the step ends
     assert f"quit immediately on a second signal ({signal.Signals(number).name})" in ranks.output()
     assert status(tmp_path)["state"] == "failed"
 
@@ -311,7 +312,7 @@ def test_a_signal_to_another_rank_is_not_the_first_one_of_this_rank(
     wait_for_text(ranks, "saving")
     time.sleep(1.3)
     os.kill(ranks.pids[1], signal.SIGTERM)
-    assert ranks.wait(30) == [75, 75], ranks.output()
+    assert ranks.wait() == [75, 75], ranks.output()
     assert len(checkpoints(tmp_path)) == 1
 
 
@@ -328,7 +329,7 @@ def test_a_signal_before_training_ends_all_ranks_at_once(tmp_path: Path) -> None
     wait_for_text(ranks, "waiting for rank 1 of 2 processes")
     os.kill(ranks.pids[0], signal.SIGTERM)
     os.kill(ranks.pids[1], signal.SIGKILL)
-    assert ranks.wait(10)[0] == 75 and "before training began" in ranks.output()
+    assert ranks.wait()[0] == 75 and "before training began" in ranks.output()
 
 
 @fault(9)
@@ -345,12 +346,13 @@ def test_a_signal_to_a_rank_that_has_not_connected_ends_the_others_as_well() -> 
     ranks = Ranks(2, lambda rank_env: run_as_rank(load_for_long, Config.parse([]), rank_env))
     wait_for_text(ranks, "loading")
     os.kill(ranks.pids[1], signal.SIGTERM)
-    assert ranks.wait(20) == [75, 75], ranks.output()
+    assert ranks.wait() == [75, 75], ranks.output()
     expected = "rank 0 is exiting because rank 1 failed: stopped on request before training began: nothing to save\n"
     assert ranks.output(0) == expected and ranks.output(1) == "loading\n"
 
 
 @fault(9, 12)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("launcher_gone_on", [0, 1])
 def test_ranks_with_different_reasons_to_stop_exit_with_the_same_code(
     small: None, launcher_gone_on: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -399,28 +401,30 @@ def test_workers_of_a_data_loader_outlive_the_signal(small: None, tmp_path: Path
 
 
 def test_the_ranks_sync_stop_requests_twice_a_second_and_not_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(ctx: DistContext) -> list[int]:
+    def count(ctx: DistContext) -> tuple[list[int], float]:
         synced: list[int] = []
         passed: list[int] = []
         reduce = dist.all_reduce
         monkeypatch.setattr(
             dist, "all_reduce", lambda *args, **named: (synced.append(len(passed)), reduce(*args, **named))
         )
-        stop_sync = StopSync()
+        stop_sync, begin = StopSync(), time.monotonic()
         for _ in range(60):
             time.sleep(0.02 if ctx.rank else 0.001)
             assert stop_sync.maybe_sync() is None
             passed.append(1)
-        return synced
+        return synced, time.monotonic() - begin
 
-    first, second = on_ranks(2, count)
+    (first, seconds), (second, _) = on_ranks(2, count)
     assert first == second, "the ranks do not sync after the same steps"
-    assert 3 <= len(first) <= 8, f"60 steps of 20 ms on the slower rank are 1.2 s: synced after {first}"
+    assert 3 <= len(first) <= 3 + 4 * seconds, f"60 steps in {seconds} s: synced after {first}"
     assert MAX_STEPS_BETWEEN_SYNCS <= 100
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("many", [2, 100])
-def test_all_ranks_learn_the_largest_number(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [2, 3, 6, 7])
+def test_all_ranks_learn_the_largest_number(count: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "MANY_RANKS", many)
 
     def learn(ctx: DistContext) -> list[list[float]]:
@@ -431,8 +435,7 @@ def test_all_ranks_learn_the_largest_number(many: int, monkeypatch: pytest.Monke
         assert len({*ctx.gather(collective_count() - before)}) == 1, "a message counts as a collective"
         return found
 
-    for count in (2, 3, 6, 7):
-        assert on_ranks(count, learn) == [[[count, -1.0, 1.0]] * count] * count
+    assert on_ranks(count, learn) == [[[count, -1.0, 1.0]] * count] * count
 
 
 def test_ranks_that_need_long_to_agree_on_a_stop_ask_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,14 +503,14 @@ def test_a_stop_is_seen_after_few_steps_of_a_slow_gpu(monkeypatch: pytest.Monkey
         return steps, time.monotonic() - begin
 
     for steps, seconds in on_ranks(2, late):
-        assert steps <= 12 and seconds < 4, "many steps were still waiting for the GPU"
+        assert steps <= seconds / 0.3 + 6, "many steps were still waiting for the GPU"
 
 
 # ---- ranks that are lost, exit early, hang or fail ------------------------------------------------------------------
 
 
 @fault(1)
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), ALL(3, 2)])
 def test_a_killed_rank_is_named_and_nothing_is_saved_after(
     small: None, world_size: int, victim: int, tmp_path: Path
 ) -> None:
@@ -530,6 +533,7 @@ def test_a_killed_rank_is_named_and_nothing_is_saved_after(
         assert status(tmp_path)["exit_code"] == 8 and status(tmp_path)["state"] == "failed"
 
 
+@pytest.mark.sample(0)
 @fault(1)
 def test_the_rank_that_asks_which_ranks_are_lost_may_be_lost_as_well(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -548,7 +552,7 @@ def test_the_rank_that_asks_which_ranks_are_lost_may_be_lost_as_well(
         lambda rank, number: os.kill(os.getpid(), signal.SIGKILL) if (rank, number) == (3, 3) else None,
         *("--warn-after", 60, "--output-dir", tmp_path),
     )
-    codes = ranks.wait(60)
+    codes = ranks.wait()
     assert codes.count(8) == 2 and codes.count(-9) == 2 and codes[3] == -9, ranks.output()
     assert f"ranks {codes.index(-9)} and 3 were lost (" in ranks.output(codes.index(8)), ranks.output()
 
@@ -568,7 +572,7 @@ def test_one_rank_asks_for_all_even_if_several_do_so_at_once(monkeypatch: pytest
 
 
 @fault(13)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, ALL(1)])
 def test_all_ranks_exit_with_one_code_even_if_the_store_is_in_rank_0(small: None, victim: int, tmp_path: Path) -> None:
     """As with --init-method tcp://, mpirun and srun: rank 0 must not exit before the others have read the cause."""
 
@@ -614,6 +618,7 @@ ASSERTS = {
 
 
 @fault(39)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ASSERTS)
 def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, where: str, tmp_path: Path) -> None:
     """CUDA reports it in a later call, perhaps in a collective, but no other rank was lost."""
@@ -632,6 +637,7 @@ def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, wher
 
 
 @fault(39)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -739,11 +745,12 @@ def test_a_rank_that_fails_before_it_connects_tells_the_others(tmp_path: Path) -
         return run_as_rank(main.main, Config.parse([*options, "--output-dir", str(tmp_path)]), rank_env)
 
     ranks = Ranks(2, target)
-    assert ranks.wait(20) == [3, 3]
+    assert ranks.wait() == [3, 3]
     assert len(errors(ranks.output())) == 1 and "[rank 1] error" in ranks.output()
     assert "rank 0 is exiting because rank 1 failed" in ranks.output()
 
 
+@pytest.mark.sample(0)
 @fault(14)
 def test_a_rank_that_exits_early_is_named(small: None, tmp_path: Path) -> None:
     def exit_early(rank: int, number: int) -> None:
@@ -762,6 +769,7 @@ def test_a_run_that_its_owner_ends_early_is_not_done(small: None, tmp_path: Path
     assert (status["state"], status["exit_code"]) == ("failed", 0)
 
 
+@pytest.mark.sample(0)
 @fault(15)
 def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, tmp_path: Path) -> None:
     victim = 0  # the project's own tests have rank 1
@@ -770,12 +778,10 @@ def test_a_rank_that_hangs_ends_all_and_prints_its_stack(small: None, tmp_path: 
         if rank == victim and number == 3:
             time.sleep(3600)
 
-    begin = time.monotonic()
     ranks = start_faulty(2, hang_here, "--output-dir", tmp_path, "--timeout", 2)
-    assert ranks.wait(40) == [8, 8]
-    assert time.monotonic() - begin < 25
+    assert ranks.wait() == [8, 8]
     assert "in hang_here" in ranks.output(victim), "the stack of the rank that hangs is missing"
-    line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {1 - victim} has waited \d s at main\.py:\d+ "
+    line = rf"rank {victim} did not respond for 2 s \(--timeout\): rank {1 - victim} has waited \d+ s at main\.py:\d+ "
     line += rf"\(backward\), called from main\.py:\d+; rank {victim} is at test_faults\.py:\d+.*; "
     line += rf"see the stacks of rank {victim}"
     assert re.search(line, ranks.output(1 - victim))
@@ -790,7 +796,7 @@ def block_for_good() -> None:
 
 
 @fault(38)
-@pytest.mark.parametrize(("store_in", "world_size"), [("a file", 3), ("rank 0", 2)])
+@pytest.mark.parametrize(("store_in", "world_size"), [("a file", 3), ALL("rank 0", 2)])
 def test_a_rank_that_is_killed_while_others_wait_for_their_gpus(
     small: None, store_in: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -809,13 +815,11 @@ def test_a_rank_that_is_killed_while_others_wait_for_their_gpus(
     wait_for_text(ranks, "blocked", 60)
     time.sleep(0.5)
     os.kill(ranks.pids[victim], signal.SIGKILL)
-    begin = time.monotonic()
     if store_in == "a file":
         for rank in (0, 2):
             os.kill(ranks.pids[rank], signal.SIGTERM)
-    codes = ranks.wait(40)
+    codes = ranks.wait()
     assert codes == [-9 if rank == victim else 8 for rank in range(world_size)], ranks.output()
-    assert time.monotonic() - begin < 15
     (error,) = errors(ranks.output())
     step = "the newest checkpoint, if there is one" if victim == 0 else "step 4"  # rank 0 would know
     assert f"rank {victim} was lost; resumable from {step}: start all ranks again" in error, error
@@ -827,16 +831,17 @@ def test_steps_that_take_long_are_no_lost_rank(small: None, tmp_path: Path, monk
     """Asked to stop in a step that takes longer than ranks usually need to agree, they save and exit with 75."""
     monkeypatch.setattr(stop_sync, "SYNC_INTERVAL_S", 0)  # they agree after each step
     monkeypatch.setattr(stop_sync, "MAX_COST", 1.0)
+    monkeypatch.setattr(failure_monitor, "RESPONSE_TIMEOUT_S", 2.0)
 
     def inject(rank: int, number: int) -> None:
         if number == 6:
             print("slow", flush=True)
-            time.sleep(9)
+            time.sleep(6)
 
     ranks = start_faulty(2, inject, "--output-dir", tmp_path)
     wait_for_text(ranks, "slow", 60)
     ranks.kill(signal.SIGTERM)
-    assert ranks.wait(40) == [75, 75], ranks.output()
+    assert ranks.wait() == [75, 75], ranks.output()
     assert checkpoints(tmp_path) == ["step_00000006.pt"]
 
 
@@ -866,7 +871,7 @@ def test_a_gpu_that_waits_for_another_rank_longer_than_the_timeout_ends_the_run(
 
     monkeypatch.setattr(failure_monitor.FailureMonitor, "__init__", keep)
     ranks = start_faulty(2, inject, "--output-dir", tmp_path, "--timeout", 3)
-    assert ranks.wait(40) == [8, 8], ranks.output()
+    assert ranks.wait() == [8, 8], ranks.output()
     assert "the GPU of rank 0 waited 3 s (--timeout) for another rank: rank 0 is at test_faults.py:" in ranks.output(0)
     assert "; rank 1 is at test_faults.py:" in ranks.output(0)
     assert "in inject" in ranks.output(1), "the stack of the rank that hangs is missing"
@@ -893,7 +898,7 @@ def test_a_group_that_cannot_be_destroyed_changes_nothing(monkeypatch: pytest.Mo
 
     for fails, hangs in itertools.product([False, True], repeat=2):
         ranks = Ranks(1, partial(target, fails=fails, hangs=hangs))
-        assert ranks.wait(20) == [int(fails)], ranks.output()
+        assert ranks.wait() == [int(fails)], ranks.output()
         assert ("ValueError: a bug of mine" in ranks.output()) == fails
         assert "CUDA error" not in ranks.output()
 
@@ -908,7 +913,7 @@ def test_a_group_is_not_freed_before_the_process_exits() -> None:
         assert group() is not None
 
     ranks = Ranks(1, lambda env: run_as_rank(run, Config.parse(["--device=cpu"]), env))
-    assert ranks.wait(20) == [0], ranks.output()
+    assert ranks.wait() == [0], ranks.output()
 
 
 def test_the_timeout_of_one_backend_changes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -924,10 +929,10 @@ def test_the_timeout_of_one_backend_changes_alone(monkeypatch: pytest.MonkeyPatc
         else:
             time.sleep(4)
         took = time.monotonic() - begin
-        os._exit(0) if took < 5 else os._exit(9)
+        os._exit(0) if took < 30 else os._exit(9)  # half of --timeout
 
     ranks = Ranks(2, lambda env: run_waits(waits, env))
-    assert ranks.wait(30) == [0, 0], ranks.output()
+    assert ranks.wait() == [0, 0], ranks.output()
 
     class Renamed:
         """A group of a torch that calls its private method otherwise."""
@@ -965,7 +970,7 @@ def test_an_init_process_group_that_hangs_ends_with_3_and_a_stack(
 
     monkeypatch.setattr(dist, "init_process_group", hang_here)
     ranks = start(2, "--dataset", "synthetic", "--output-dir", tmp_path, "--timeout", 30)
-    assert ranks.wait(60) == [3, 3]
+    assert ranks.wait() == [3, 3]
     assert "in hang_here" in ranks.output() and "hangs while it connects to the others over gloo" in ranks.output()
 
 
@@ -983,7 +988,7 @@ def test_a_rank_that_never_notices_the_failure_of_another_is_ended(
             time.sleep(3600)
 
     ranks = start_faulty(2, fail, "--output-dir", tmp_path)
-    assert ranks.wait(20) == [1, 1]
+    assert ranks.wait() == [1, 1]
     assert "rank 0 is exiting because rank 1 failed: ValueError" in ranks.output(0)
     assert status(tmp_path)["state"] == "failed"
 

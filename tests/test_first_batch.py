@@ -87,6 +87,7 @@ DATA: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 
 
 @fault(41)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", DATA)
 def test_data_that_cannot_be_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     make, words = DATA[case]
@@ -117,6 +118,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 
 
 @fault(41)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_that_cannot_be_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     loss, words = LOSSES[case]
@@ -126,6 +128,7 @@ def test_a_loss_that_cannot_be_trained(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @fault(41)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("outputs", "world_size"), [(1000, 2), (7, 1)])
 def test_a_model_with_other_outputs_than_classes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outputs: int, world_size: int
@@ -139,6 +142,7 @@ def test_a_model_with_other_outputs_than_classes(
 
 
 @fault(41)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["train", "val", "test"])
 def test_each_set_is_checked_for_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str) -> None:
     """A tensor of two images is no pair, although `inputs, targets = batch` would take it apart."""

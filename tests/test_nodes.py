@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import pytest
 from template_copy import TEMPLATE, copy_template
 
 from faults import fault
-from machines import Machine, Program, machines
+from machines import CONNECTED, Machine, Program, machines
 
 pytestmark = pytest.mark.slow
+ALL = partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
 STUB = """
 import json, os, pathlib, signal, time
 folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
@@ -49,7 +52,7 @@ def stop(number, frame):
     print(f"rank {rank} got {signal.Signals(number).name}", flush=True)
     time.sleep(float(os.environ.get("SAVING", "0.5")))
     print(f"rank {rank} has saved", flush=True)
-    end(75, saved=7)
+    end(75, saved=os.environ.get("SAVED", "7"))
 for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): signal.signal(getattr(signal, name), stop)
 (folder / "pid").write_text(str(os.getpid()))
 (started / f"pid-{rank}-{turn}").write_text(str(os.getpid()))
@@ -58,6 +61,7 @@ exec(os.environ["DO"])
 end(0)
 """
 FOR_EVER = "time.sleep(600)"
+UNTIL_RELEASED = "while not (started / 'released').exists(): time.sleep(0.02)"
 
 
 @pytest.fixture
@@ -138,31 +142,36 @@ def torchrun_of(project: Path) -> int:
     raise AssertionError("no torchrun")
 
 
-def refused_alike(programs: list[Program], *says: str, code: int = 3, within: float = 15) -> str:
-    """All end with `code`, within seconds, and with the same one line."""
-    start = time.monotonic()
-    codes = [program.wait(within) for program in programs]
-    lines = [program.output() for program in programs]
-    assert codes == [code] * len(programs), lines
+def refused_alike(programs: list[Program], *says: str) -> str:
+    """All end with 3 and the same one line; before that, they may have printed that they wait for another."""
+    codes = [program.wait(25) for program in programs]  # less than START_GRACE
+    lines = [re.sub(r"^node \d: waiting .*\n", "", program.output()) for program in programs]
+    assert codes == [3] * len(programs), lines
     assert len(set(lines)) == 1 and lines[0].count("\n") == 1, lines
     assert all(text in lines[0] for text in says), lines[0]
-    assert time.monotonic() - start < within
     return lines[0]
 
 
 # ---- meeting --------------------------------------------------------------------------------------------------------
 
 
-@fault(28, 34)
-@pytest.mark.parametrize("address", ["10.77.0.1", "gpu1"])
+@fault(26, 28, 34)
+@pytest.mark.parametrize("address", ["gpu1", ALL("10.77.0.1")])
 def test_two_machines_meet_and_their_workers_know_the_world_size(
     two: list[Machine], project: Path, address: str
 ) -> None:
-    """To gpu1 itself, gpu1 is 127.0.0.1."""
-    nodes = [node(machine, rank, project, MASTER_ADDR=address) for rank, machine in enumerate(two)]
+    """Even if node 1 is early. To gpu1 itself, gpu1 is 127.0.0.1. Their --data-dir may differ."""
+
+    def start(rank: int) -> Program:
+        return node(two[rank], rank, project, "", "--", "--data-dir", rank, MASTER_ADDR=address)
+
+    later = start(1)
+    waiting = f"node 1: waiting for node 0 at {address}:29500 (up to 30 s; Connection refused)"
+    assert later.until("waiting") == f"{waiting}\n"
+    nodes = [start(0), later]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
     assert nodes[0].output() == "rank 0 of 2, turn 1\n"
-    connected, *worker, done = nodes[1].output().splitlines()
+    _, connected, *worker, done = nodes[1].output().splitlines()
     assert worker == ["rank 1 of 2, turn 1"] and done == "node 1: done"
     assert connected == "node 1: all nodes are connected; 1 process here; node 0 prints the progress"
     assert_nothing_left(project)
@@ -177,32 +186,14 @@ def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], proje
     assert "socket.create_server" in line
 
 
-@fault(26)
-def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
-    two: list[Machine], project: Path
-) -> None:
-    """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
-    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
-    serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); held, end = [], time.time() + 5\n"
-    serve += "while (left := end - time.time()) > 0:\n s.settimeout(left)\n try: held.append(s.accept()[0])\n"
-    serve += " except TimeoutError: pass"
-    earlier = two[0].start(sys.executable, "-c", serve)
-    earlier.until("up")
-    visitor = node(two[1], 1, project)
-    visitor.until("waiting for node 0 at 10.77.0.1:29500 (up to 30 s; the port is open, but nothing responds)")
-    earlier.wait()
-    first = node(two[0], 0, project)
-    assert [first.wait(), visitor.wait()] == [0, 0], first.output() + visitor.output()
-
-
 @fault(25)
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
-    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 2.0")
+    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 1.0")
     serve = "import socket; s = socket.create_server(('', 29500)); print('up')\n"
     serve += "while True: s.accept()[0].sendall(b'SSH-2.0-OpenSSH\\r\\n')"
     two[0].start(sys.executable, "-c", serve).until("up")
     visitor = node(two[1], 1, project)
-    assert visitor.wait(20) == 3
+    assert visitor.wait() == 3
     line = visitor.output().splitlines()[-1]
     assert "node 1 (gpu2) finds another program than node 0 at 10.77.0.1:29500" in line and "--master-port" in line
 
@@ -211,43 +202,35 @@ def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine],
 def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], project: Path) -> None:
     nodes = [node(machine, rank, project, MASTER_ADDR="gpu77") for rank, machine in enumerate(two)]
     for program, name in zip(nodes, ("gpu1", "gpu2"), strict=True):
-        refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address", within=5)
+        refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address")
 
 
 @fault(26)
 def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:
-    for wrong in ("10.77.0.9", "8.8.8.8"):
-        program = node(two[0], 0, project, MASTER_ADDR=wrong)
-        refused_alike([program], f"--master-addr {wrong} is not an address of gpu1", "10.77.0.1", within=8)
+    programs = {wrong: node(two[0], 0, project, MASTER_ADDR=wrong) for wrong in ("10.77.0.9", "8.8.8.8")}
+    for wrong, program in programs.items():
+        refused_alike([program], f"--master-addr {wrong} is not an address of gpu1", "10.77.0.1")
 
 
 @fault(26)
 def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine], project: Path) -> None:
     program = node(two[1], 1, project, MASTER_ADDR="192.168.9.9")
-    refused_alike([program], "node 1 (gpu2) has no route to node 0 at 192.168.9.9:29500", "unreachable", within=5)
-
-
-@fault(26)
-def test_a_node_waits_for_node_0_says_so_and_goes_on_when_it_comes(two: list[Machine], project: Path) -> None:
-    later = node(two[1], 1, project)
-    assert later.until("waiting") == "node 1: waiting for node 0 at 10.77.0.1:29500 (up to 30 s; Connection refused)\n"
-    first = node(two[0], 0, project)
-    assert (first.wait(), later.wait()) == (0, 0), first.output() + later.output()
+    refused_alike([program], "node 1 (gpu2) has no route to node 0 at 192.168.9.9:29500", "unreachable")
 
 
 @fault(26)
 def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], project: Path) -> None:
-    variables = {"START_GRACE": "4", "NNODES": "4"}
-    alone_here = node(two[1], 2, project, **variables)
-    assert alone_here.wait(15) == 3
+    variables = {"START_GRACE": "5", "NNODES": "4"}
+    alone_here = node(two[1], 2, project, MASTER_PORT="29501", **variables)
+    nodes = [node(two[0], 0, project, **variables), node(two[1], 2, project, **variables)]
+    assert alone_here.wait() == 3
     waiting, refused = alone_here.output().splitlines()
     assert waiting.startswith("node 2: waiting for node 0")
-    assert "node 2 (gpu2) got no answer from node 0 at 10.77.0.1:29500 within 4 s (Connection refused)" in refused
-    nodes = [node(two[0], 0, project, **variables), node(two[1], 2, project, **variables)]
-    assert [program.wait(15) for program in nodes] == [3, 3]
-    assert "node 0: waiting for nodes 1 and 3 at port 29500 (up to 4 s)" in nodes[0].output()
+    assert "node 2 (gpu2) got no answer from node 0 at 10.77.0.1:29501 within 5 s (Connection refused)" in refused
+    assert [program.wait() for program in nodes] == [3, 3]
+    assert "node 0: waiting for nodes 1 and 3 at port 29500 (up to 5 s)" in nodes[0].output()
     last = nodes[0].output().splitlines()[-1]
-    assert "only 2 of 4 nodes joined at 10.77.0.1:29500 within 4 s: node 0 (gpu1, 10.77.0.1), node 2 (gpu2" in last
+    assert "only 2 of 4 nodes joined at 10.77.0.1:29500 within 5 s: node 0 (gpu1, 10.77.0.1), node 2 (gpu2" in last
     remedy = "Run launch_node.sh there with --master-addr 10.77.0.1"
     assert f"node 2 (gpu2, 10.77.0.2); missing: nodes 1 and 3. {remedy}" in last
     assert nodes[1].output().splitlines()[-1] == last
@@ -281,12 +264,10 @@ def test_nodes_that_were_started_differently_are_refused_both_by_name(
 
 
 @fault(27)
-def test_other_options_are_refused_but_for_those_of_one_machine(two: list[Machine], project: Path) -> None:
+def test_other_options_are_refused(two: list[Machine], project: Path) -> None:
     nodes = [node(two[0], 0, project, "", "--", "--lr", 0.1), node(two[1], 1, project, "", "--", "--epochs", 20)]
     line = refused_alike(nodes, "--lr is 0.1 and 0.03", "--epochs is 10 and 20")
     assert "differs" not in line
-    nodes = [node(machine, rank, project, "end(6)", "--", "--data-dir", rank) for rank, machine in enumerate(two)]
-    assert [program.wait() for program in nodes] == [6, 6], "they have met"
 
 
 @fault(27)
@@ -301,9 +282,11 @@ def test_other_code_is_refused_and_the_files_are_named(two: list[Machine], proje
 
 
 @fault(27)
-def test_one_node_rank_on_two_machines_is_refused_on_all(project: Path) -> None:
+def test_one_node_rank_on_two_machines_is_refused_on_all_even_on_one_that_comes_later(project: Path) -> None:
     with machines(3) as three:
         nodes = [node(machine, rank, project, NNODES="3") for machine, rank in zip(three, (0, 1, 1), strict=True)]
+        time.sleep(1.5)  # it waits some seconds for the third
+        nodes.append(node(three[0], 2, project, NNODES="3"))
         line = refused_alike(nodes, "the same --node-rank: give each machine its own, from 0 to 2")
         assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
 
@@ -311,19 +294,15 @@ def test_one_node_rank_on_two_machines_is_refused_on_all(project: Path) -> None:
 @fault(27)
 def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project)
-    time.sleep(1)
+    two[0].until_port(29500)
     second = node(two[1], 0, project)
-    refused_alike([first, second], "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
+    two[0].until_port(29500, CONNECTED)
+    time.sleep(0.5)  # it has sent its rank
+    nodes = [first, second, node(two[1], 1, project)]
+    refused_alike(nodes, "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
 
 
-@fault(27)
-def test_a_node_that_comes_after_a_refusal_hears_it_too(project: Path) -> None:
-    with machines(3) as three:
-        early = [node(three[0], 0, project, NNODES="3"), node(three[1], 1, project, NNODES="2")]
-        time.sleep(2.5)
-        refused_alike([*early, node(three[2], 2, project, NNODES="3")], "--nnodes is 3 and 2", "gpu1", "gpu2")
-
-
+@pytest.mark.sample(0)
 @fault(27, 42)
 def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project, "end(6)")
@@ -343,6 +322,7 @@ def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path)
     assert (first.wait(), other.wait()) == (6, 6), first.output() + other.output()
 
 
+@pytest.mark.sample(0)
 @fault(27)
 def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
     with machines(3) as three:
@@ -351,7 +331,7 @@ def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
             killed = node(three[1], 1, project, NNODES="3")
             time.sleep(1.5)
             killed.signal(number)
-            assert killed.wait(5) in (75, -9)
+            assert killed.wait() in (75, -9)
         rest = [node(three[rank], rank, project, "end(6)", NNODES="3") for rank in (1, 2)]
         assert [program.wait() for program in (first, *rest)] == [6, 6, 6], first.output()
 
@@ -378,77 +358,49 @@ def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
     assert_nothing_left(project)
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("code", [4, 75, 1])
 def test_what_will_not_get_better_is_not_tried_again(project: Path, code: int) -> None:
     launcher = alone(project, f"end({code})", "--max-restarts", 3)
     assert launcher.wait() == code and "starting again" not in launcher.output()
 
 
+# What happens in each turn, and what the launcher prints then. Progress resets the number of restarts.
+TURNS = {
+    "signal.signal(15, signal.SIG_IGN); meet(); os._exit(1)": (
+        "a process failed (exit code 1); starting again from the last checkpoint, if there is one, restart 1"
+    ),
+    # It is killed before training. torchrun stops rank 0, which takes that for a request to stop, and reports 75.
+    f"if rank == 1: die()\n{FOR_EVER}": "a process was lost (exit code 8); starting again from step 1,150, restart 1",
+    # It has noted how far the run came. On a machine without the output folder, nothing else would tell that.
+    "(folder / 'saved').write_text('1160'); die()": (
+        "a process was lost (exit code 8); starting again from step 1,160, restart 1"
+    ),
+    # It leaves no report: the step is that of the turn before.
+    "die()": "a process was lost (exit code 8); starting again from step 1,160, restart 2",
+    "end(8, saved=1160)": "",
+}
+
+
 @fault(1)
-def test_a_lost_process_lets_the_job_start_again_and_resume(project: Path) -> None:
-    do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
-    do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=1150)"
-    launcher = alone(project, do, "--nproc-per-node=2", "--max-restarts=1")
-    assert launcher.wait() == 0, launcher.output()
-    again = "a process was lost (exit code 8); starting again from step 1,150, restart 1 of 1, in 1 s"
-    assert again in launcher.output().splitlines()
+def test_a_job_that_lost_a_process_starts_again_as_long_as_it_gets_on(project: Path) -> None:
+    launch_node = project / "ddp" / "launcher" / "launch_node.py"
+    replace(launch_node, "RESTART_INTERVAL_S = 1, 60", "RESTART_INTERVAL_S = 0.1, 60")
+    options = ["--nproc-per-node", 2, "--max-restarts", 2, "--", "--output-dir", project / "out"]
+    launcher = alone(project, f"exec({[*TURNS]!r}[turn - 1])", *options, SAVED="1150")
+    assert launcher.wait(300) == 8, launcher.output()
+    told = [line.partition(" of 2, in 0.")[0] for line in launcher.output().splitlines() if "starting again" in line]
+    assert told == [line for line in TURNS.values() if line]
+    assert "rank 0 got SIGTERM" in launcher.output()
     assert_nothing_left(project)
 
 
-def test_a_process_killed_before_training_was_lost_though_torchrun_then_stops_the_other(project: Path) -> None:
-    """The other takes torchrun's SIGTERM for a request to stop, and says 75; but nobody asked for that."""
-    do = f"if rank == 1 and turn == 1: die()\nif turn == 1: {FOR_EVER}"
-    again = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 1)
-    assert again.wait() == 0, again.output()
-    assert "rank 0 got SIGTERM" in again.output() and "rank 0 of 2, turn 2" in again.output()
-    (project.parent / "rounds-0").unlink()
-    (project.parent / "rounds-1").unlink()
-    once = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 0)
-    assert once.wait() == 8, once.output()
-    assert_nothing_left(project)
-
-
-@fault(1)
-def test_restarts_are_counted_anew_when_the_run_gets_on(project: Path) -> None:
-    """Of three failures only the last comes without progress since the one before."""
-    launcher = alone(project, "end(8, saved=min(turn, 2))", "--max-restarts", 1, "--", "--output-dir", project / "out")
-    assert launcher.wait() == 8
-    told = [line for line in launcher.output().splitlines() if "starting again" in line]
-    assert [line.partition("from step ")[2] for line in told] == [
-        "1, restart 1 of 1, in 1 s",
-        "2, restart 1 of 1, in 1 s",
-    ]
-
-
-@fault(1)
-def test_a_killed_worker_has_noted_how_far_the_run_came(project: Path) -> None:
-    """It leaves no report; on a machine without the output folder, nothing else would tell that the run gets on."""
-    do = "(folder / 'saved').write_text(str(turn)); turn < 3 and die()"
-    launcher = alone(project, do, "--max-restarts", 1, "--", "--output-dir", project / "out")
-    assert launcher.wait() == 0, launcher.output()
-    assert "from step 2, restart 1 of 1" in launcher.output()
-
-
+@pytest.mark.sample(0)
 @fault(9)
 def test_a_run_that_is_done_stays_done_though_torchrun_is_signalled(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN); (folder / 'done').write_text(''); os.kill(os.getppid(), 15); time.sleep(1)"
     assert alone(project, do).wait() == 0
     assert_nothing_left(project)
-
-
-def test_without_a_word_from_workers_a_failure_is_tried_again(project: Path) -> None:
-    launcher = alone(project, "os._exit(turn % 2)", "--max-restarts", 1)
-    assert launcher.wait() == 0
-    again = "a process failed (exit code 1); starting again from the last checkpoint, if there is one, restart 1 of 1"
-    assert again in launcher.output()
-
-
-@fault(1)
-def test_the_last_checkpoint_is_known_although_the_workers_after_it_were_killed(project: Path) -> None:
-    do = "turn == 1 and end(8, saved=20); turn == 2 and die()"
-    launcher = alone(project, do, "--max-restarts", 2)
-    assert launcher.wait() == 0
-    assert "a process was lost (exit code 8); starting again from step 20, restart 2 of 2" in launcher.output()
 
 
 @fault(1)
@@ -470,7 +422,8 @@ def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list
     do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=3)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
-    assert "node 0: a process was lost (exit code 8); starting again from step 3, restart 1 of 3" in nodes[0].output()
+    again = "node 0: a process was lost (exit code 8); starting again from step 3, restart 1 of 3, in 1 s"
+    assert again in nodes[0].output()
     assert "node 1: a process was lost (exit code 8)" in nodes[1].output()
     assert_nothing_left(project)
 
@@ -479,45 +432,51 @@ def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list
 def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine], project: Path) -> None:
     """Node 1's worker is done, and its torchrun waits for node 0's; the network is gone."""
     replace(project / "ddp" / "launcher" / "worker_group.py", "_GRACE_S = 5.0, 60.0", "_GRACE_S = 5.0, 2.0")
-    do = "time.sleep(600 if rank == 0 else 3)"
+    do = f"{FOR_EVER} if rank == 0 else time.sleep(2)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     nodes[1].until("rank 1")
     two[1].link("down")
-    assert nodes[1].wait(20) == 0, nodes[1].output()
+    assert nodes[1].wait() == 0, nodes[1].output()
     nodes[0].signal(signal.SIGTERM)
-    assert nodes[0].wait(20) == 75
+    assert nodes[0].wait() == 75
 
 
 SILENT_NAME_SERVER = """
-import socket, time
+import socket
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server.bind(("127.0.0.1", 53))
 print("up", flush=True)
-time.sleep(600)
+while server.recv(1000): print("asked", flush=True)
 """
 
 
-@pytest.mark.parametrize(("do", "code"), [("", 0), ("die()", 8)])
-def test_a_name_server_that_does_not_respond_delays_nothing(project: Path, do: str, code: int) -> None:
-    """torchrun looks up the name of its own machine, once for each worker and more: here each takes 10 s or more."""
+@pytest.mark.parametrize(("do", "code"), [("die()", 8), ALL("", 0)])
+def test_a_name_server_that_does_not_respond_does_not_delay_the_end(project: Path, do: str, code: int) -> None:
+    """torchrun looks up the name of its own machine, once for each worker and more: usually each takes 10 s or more."""
     with machines(1) as (machine,):
-        (Path("/etc/netns") / machine.namespace / "hosts").write_text("127.0.0.1 localhost\n")
-        machine.start(sys.executable, "-c", SILENT_NAME_SERVER).until("up")
-        look_up = "import socket, time; start = time.monotonic(); socket.getfqdn(); print(time.monotonic() - start)"
-        asked = machine.start(sys.executable, "-c", look_up)
+        etc = Path("/etc/netns") / machine.namespace
+        (etc / "hosts").write_text("127.0.0.1 localhost\n")
+        (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        server = machine.start(sys.executable, "-c", SILENT_NAME_SERVER)
+        server.until("up")
+        assert machine.start(sys.executable, "-c", "import socket; socket.getfqdn()").wait() == 0
+        assert "asked" in server.output()
+        do = f"{UNTIL_RELEASED}\n{do}"
         variables = {"STUB": str(project.parent), "DO": do, "TMPDIR": str(_temporary(project))}
         launcher = machine.start("bash", project / "launch_node.sh", "--nproc-per-node", "2", **variables)
-        launcher.until("rank 1 of 2")
-        started = time.monotonic()
-        assert launcher.wait(100) == code, launcher.output()
-        assert time.monotonic() - started < 8
-        assert asked.wait() == 0 and float(asked.output()) >= 9, "the name server has responded"
+        for rank in (0, 1):
+            launcher.until(f"rank {rank} of 2")
+        before = server.output().count("asked")
+        (project.parent / "released").touch()
+        assert launcher.wait() == code, launcher.output()
+        assert server.output().count("asked") == before
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
 
 @fault(9)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_their_time(
     project: Path, name: str
@@ -536,13 +495,13 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_the
 
 
 @fault(9)
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("to_all", [True, ALL(False)])
 def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, to_all: bool) -> None:
     """torchrun's patience is 30 s; here it is 1 s. Slurm signals every process, and so torchrun, too."""
     rounds = project / "ddp" / "launcher" / "worker_group.py"
     if not to_all:  # then torchrun must not know of it
         rounds.write_text(rounds.read_text().replace('"PET_SHUTDOWN_TIMEOUT": "600"', '"PET_SHUTDOWN_TIMEOUT": "1"'))
-    launcher = alone(project, FOR_EVER, SAVING="4", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    launcher = alone(project, FOR_EVER, SAVING="3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     launcher.until("rank 0 of")
     launcher.signal(signal.SIGTERM)
     if to_all:
@@ -562,16 +521,14 @@ def test_ctrl_c_in_a_terminal_reaches_each_worker_once(project: Path) -> None:
 
 @fault(10)
 def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
-    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2, SAVING="60")
+    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2, SAVING="300")
     launcher.until("rank 0 of")
     launcher.until("rank 1 of")
     launcher.signal(signal.SIGUSR1)
     launcher.until("got SIGUSR1")
     time.sleep(1.2)
-    start = time.monotonic()
     launcher.signal(signal.SIGTERM)
-    assert launcher.wait() == 128 + signal.SIGTERM, launcher.output()
-    assert time.monotonic() - start < 3
+    assert launcher.wait(60) == 128 + signal.SIGTERM, launcher.output()  # long before they have saved
     assert "quit immediately on a second signal (SIGTERM)" in launcher.output()
     assert_nothing_left(project)
 
@@ -580,41 +537,47 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
 def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
     launcher = Program(
         ["nohup", "bash", project / "launch_node.sh"],
-        {"STUB": str(project.parent), "DO": "time.sleep(3)", "TMPDIR": str(_temporary(project))},
+        {"STUB": str(project.parent), "DO": UNTIL_RELEASED, "TMPDIR": str(_temporary(project))},
     )
     launcher.until("rank 0 of")
     launcher.signal(signal.SIGHUP)
     os.kill(torchrun_of(project), signal.SIGHUP)
+    time.sleep(0.3)
+    (project.parent / "released").touch()
     assert launcher.wait() == 0, launcher.output()
 
 
 @fault(9)
-def test_a_signal_before_training_begins_ends_all_with_75(two: list[Machine], project: Path) -> None:
-    waiting = node(two[0], 0, project)
-    waiting.until("waiting")
-    waiting.signal(signal.SIGTERM)
-    assert waiting.wait(5) == 75 and "stopped by SIGTERM before training began" in waiting.output()
+def test_a_signal_before_training_begins_ends_all_with_75(project: Path) -> None:
+    with machines(1) as (machine,):
+        waiting = node(machine, 0, project)
+        machine.until_port(29500)
+        waiting.signal(signal.SIGTERM)
+        assert waiting.wait(25) == 75 and "stopped by SIGTERM before training began" in waiting.output()
     starting = alone(project, FOR_EVER)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not any(_temporary(project).iterdir()):  # torchrun is starting
         assert time.monotonic() < end
         time.sleep(0.01)
     starting.signal(signal.SIGUSR1)
-    assert starting.wait(10) == 75 and "stopped before training began" in starting.output()
+    assert starting.wait() == 75 and "stopped before training began" in starting.output()
     assert_nothing_left(project)
 
 
 @fault(9)
 def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(project: Path) -> None:
+    """Here it would wait for five minutes."""
+    launch_node = project / "ddp" / "launcher" / "launch_node.py"
+    replace(launch_node, "RESTART_INTERVAL_S = 1, 60", "RESTART_INTERVAL_S = 300, 300")
     path = project / "out/status.json"
     path.parent.mkdir()
     do = f"pathlib.Path({str(path)!r}).write_text(json.dumps(dict(state='running', step=5, "
     do += f"pid=os.getpid(), host={platform.node()!r}, message=''))); die()"
     launcher = alone(project, do, "--max-restarts", 3, "--", "--output-dir", path.parent)
     launcher.until("starting again")
-    waiting, start = json.loads(path.read_text()), time.monotonic()
+    waiting = json.loads(path.read_text())
     launcher.signal(signal.SIGINT)
-    assert launcher.wait() == 75 and time.monotonic() - start < 2
+    assert launcher.wait() == 75, launcher.output()
     assert "stopped by SIGINT before the restart" in launcher.output()
     status = json.loads(path.read_text())
     assert (waiting["state"], status["state"], status["exit_code"]) == ("running", "stopped", 75)
@@ -627,7 +590,7 @@ def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(projec
 @fault(12)
 def test_workers_that_outlive_torchrun_are_waited_for_while_they_save(project: Path) -> None:
     """The stub is told by this test; a real worker is told by the kernel."""
-    launcher = alone(project, FOR_EVER, SAVING="2")
+    launcher = alone(project, FOR_EVER, SAVING="1")
     launcher.until("rank 0 of")
     os.kill(torchrun_of(project), signal.SIGKILL)
     os.kill(int((project.parent / "pid-0-1").read_text()), signal.SIGTERM)
@@ -655,7 +618,7 @@ def test_nothing_survives_the_launcher(project: Path) -> None:
     launcher.until("rank 1 of")
     launcher.signal(signal.SIGKILL)
     launcher.wait()
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while any(_runs(int(file.read_text())) for file in project.parent.glob("pid-*")):
         assert time.monotonic() < end
         time.sleep(0.1)

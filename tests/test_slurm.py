@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 from outputs import lines, weights_and_momentum
-from template_copy import TEMPLATE, copy_template, shrink
+from template_copy import TEMPLATE, copy_template, shrink, slow_down
 
+import data
 from faults import fault
+from processes import train
 from slurm import Job, Slurm, slurm
 from test_nodes import running
 
@@ -86,7 +88,7 @@ def submit(cluster: Slurm, stub: Path, limited: Job) -> Iterator[Submit]:
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
     """The real project; whatever of it a failed test has left running is killed."""
-    copy = shrink(copy_template(tmp_path / "my project"), train=6_400, val=64, test=64)
+    copy = slow_down(shrink(copy_template(tmp_path / "my project"), **SIZES))
     yield copy
     for pid in running(tmp_path):
         with suppress(ProcessLookupError):
@@ -283,7 +285,8 @@ def test_a_job_that_starts_again_insists_on_a_checkpoint_if_it_has_saved_one(sub
 
 PYTHON = Path(sys.prefix) / "bin" / "python"
 TRAIN = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--log-every", 10]
-QUICK = [*TRAIN, "--max-steps", 200]
+QUICK = [*TRAIN, "--max-steps", 40]
+SIZES = {"train": 6_400, "val": 64, "test": 64}
 
 
 def trained(output: Path) -> tuple[Any, list[int]]:
@@ -294,39 +297,40 @@ def trained(output: Path) -> tuple[Any, list[int]]:
 @fault(9)
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_one(
-    cluster: Slurm, project: Path
+    cluster: Slurm, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The former by the batch script on two nodes, in the environment of the project; the latter by srun on one."""
+    """The former by the batch script on two nodes, in the environment of the project; the latter in forked ranks."""
     environment = project / ".venv" / "bin" / "python"
     environment.parent.mkdir(parents=True)
     environment.write_text(f'#!/bin/sh\nexec "{PYTHON}" "$@"\n')
     environment.chmod(0o755)
-    bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "VIRTUAL_ENV": "", "OMP_NUM_THREADS": "1"}
+    bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "VIRTUAL_ENV": "", "OMP_NUM_THREADS": "1", "STEP_S": "0.1"}
     job = cluster.submit(project, SCRIPT, "--", *QUICK, "--output-dir", "out", **bare)
-    job.says("step    10/", timeout=120)
+    job.says("step    10/", timeout=240)
     job.cancel("--batch", "--signal=USR1")
     job.comes_back()
     job.start_again()
-    job.ends("COMPLETED", timeout=120)
+    job.ends("COMPLETED", timeout=240)
     assert job.output().count("2 processes (torchrun) on cpu") == 2, job.output()
     for said in ("a new run, in out", "resuming from out/", "done in"):
         assert job.output().count(said) == 1, job.output()
-    whole = cluster.srun(project, "--nodes=1", "--ntasks=2", PYTHON, "main.py", *QUICK, "--output-dir", "whole")
-    assert whole.wait(120) == 0, whole.output()
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", SIZES)
+    train(2, *QUICK, "--output-dir", project / "whole")
     assert trained(project / "out") == trained(project / "whole")
-    assert trained(project / "out")[1] == list(range(10, 201, 10)), "each step once"
+    assert trained(project / "out")[1] == list(range(10, 41, 10)), "each step once"
 
 
+@pytest.mark.sample(0)
 @fault(9)
 @pytest.mark.slow
 def test_a_job_that_comes_back_to_an_empty_disk_does_not_train_from_the_start(cluster: Slurm, project: Path) -> None:
     job = cluster.submit(project, "--nodes=1", SCRIPT, "--", *TRAIN, "--output-dir", "disk", OMP_NUM_THREADS="1")
-    job.says("step    10/", timeout=120)
+    job.says("step    10/", timeout=240)
     job.cancel("--batch", "--signal=USR1")
     job.comes_back()
     shutil.rmtree(project / "disk")
     job.start_again()
-    assert job.ends("FAILED", timeout=120)["ExitCode"] == "4:0"
+    assert job.ends("FAILED", timeout=240)["ExitCode"] == "4:0"
     assert job.output().count("error: --resume must: there is no checkpoint in disk/checkpoints") == 1, job.output()
     assert job.output().count("a new run, in disk") == 1
 
@@ -355,10 +359,10 @@ def test_a_signal_to_srun_alone_lets_both_nodes_save_and_is_told_by_its_exit_cod
 ) -> None:
     with cluster.resolving():
         program = cluster.srun(project, "--nodes=2", "--ntasks=2", PYTHON, "main.py", *TRAIN)
-        program.until("step    10/", 120)
+        program.until("step    10/", 240)
         (step,) = cluster.run("squeue", "--steps", "--noheader", "--format=%i").split()
         cluster.run("scancel", "--signal=USR1", step)
-        assert program.wait(60) == 75, program.output()
+        assert program.wait(120) == 75, program.output()
     assert "2 processes (srun)" in program.output()
     assert program.output().count("stopped on request and saved") == 1, program.output()
 
