@@ -18,6 +18,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHONPYCACHEPREFIX := $(abspath build)/pycache
 # Without a cache, each of the hundreds of processes that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHON # launch_node.sh would take it for the Python with torch
 export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
