@@ -1,13 +1,16 @@
 # make demo: train a rendered project.  make check: lint, types, fast tests.  make bench: speed.
-# make test: each behaviour once, in 10 minutes.  make test-all: then all that enumerates, and the oldest and newest torch.
+# make test: each behaviour once, in 10 minutes.  make test-all: then all that enumerates, and three versions of torch.
 # make gpu: what only a GPU can settle.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= build/bench-venv
 VERSIONS ?= build/versions
+# Versions of Python, or paths
 OLDEST_PYTHON ?= 3.10
+MIDDLE_PYTHON ?= 3.12
 NEWEST_PYTHON ?= 3.13
+MIDDLE_TORCH ?= 2.12
 BIN := $(VENV)/bin
 TEMPLATE := {{cookiecutter.project_slug}}
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -15,6 +18,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHONPYCACHEPREFIX := $(abspath build)/pycache
 # Without a cache, each of the hundreds of processes that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHON # launch_node.sh would take it for the Python with torch
 export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
@@ -23,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 # file share what they render or start.
 IN_PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all own-tests ports check lint types bench versions versions-oldest versions-newest gpu
+.PHONY: demo test test-all own-tests ports check lint types bench versions versions-oldest versions-middle versions-newest gpu
 
 demo: $(VENV)/demo
 	$(BIN)/python scripts/demo.py
@@ -58,22 +62,36 @@ gpu: $(VENV)/ready
 bench: $(BENCH_VENV)/ready
 	$(BENCH_VENV)/bin/python benchmarks/training.py $(ARGS)
 
-# The tests of a rendered project, each in an environment of its own (about 5 GB): with the lowest versions that its
-# pyproject.toml allows, and with the newest. OLDEST_PYTHON and NEWEST_PYTHON are versions or paths.
-versions: versions-oldest versions-newest
-versions-oldest: RESOLUTION := lowest-direct
-versions-oldest: TESTED_PYTHON = $(OLDEST_PYTHON)
-versions-newest: RESOLUTION := highest
-versions-newest: TESTED_PYTHON = $(NEWEST_PYTHON)
-versions-oldest versions-newest: FOLDER = $(abspath $(VERSIONS))/$@
-versions-oldest versions-newest: UV := $(abspath $(VERSIONS))/tools/bin/uv
-versions-oldest versions-newest: $(VERSIONS)/tools/ready
-	rm -rf '$(FOLDER)'
-	$(VERSIONS)/tools/bin/cookiecutter --no-input --output-dir '$(FOLDER)' . project_slug=project >/dev/null
-	'$(UV)' venv --quiet --python '$(TESTED_PYTHON)' '$(FOLDER)/venv'
-	cd '$(FOLDER)/project' && '$(UV)' pip install --quiet --python ../venv --resolution $(RESOLUTION) -r pyproject.toml --group dev
-	'$(UV)' pip list --python '$(FOLDER)/venv' | grep '^torch'
-	cd '$(FOLDER)/project' && ../venv/bin/python -m pytest -p no:cacheprovider
+# The tests of a rendered project, with the lowest versions that its pyproject.toml allows, with a torch in between, and
+# with the newest versions. The three environments are made once for each pyproject.toml: 17 GB, which uv's cache shares.
+VERSIONS_TESTED := oldest middle newest
+RENDER = rm -rf '$(VERSIONS)/$*/project' && '$(VERSIONS)/tools/bin/cookiecutter' --no-input --output-dir '$(VERSIONS)/$*' . \
+  project_slug=project >/dev/null
+versions: $(VERSIONS_TESTED:%=$(VERSIONS)/%/ready)
+	$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync $(VERSIONS_TESTED:%=versions-%)
+
+$(VERSIONS_TESTED:%=versions-%): versions-%: $(VERSIONS)/%/ready
+	$(RENDER)
+	grep . '$(VERSIONS)/$*/ready'
+	cd '$(VERSIONS)/$*/project' && ../venv/bin/python -m pytest -p no:cacheprovider
+
+$(VERSIONS)/oldest/ready: TESTED_PYTHON = $(OLDEST_PYTHON)
+$(VERSIONS)/oldest/ready: INSTALL := --resolution lowest-direct
+$(VERSIONS)/middle/ready: TESTED_PYTHON = $(MIDDLE_PYTHON)
+$(VERSIONS)/middle/ready: INSTALL = 'torch==$(MIDDLE_TORCH).*'
+$(VERSIONS)/newest/ready: TESTED_PYTHON = $(NEWEST_PYTHON)
+$(VERSIONS)/newest/ready: INSTALL := --resolution highest
+$(VERSIONS_TESTED:%=$(VERSIONS)/%/ready): UV = $(abspath $(VERSIONS))/tools/bin/uv
+$(VERSIONS_TESTED:%=$(VERSIONS)/%/ready): $(VERSIONS)/%/ready: $(TEMPLATE)/pyproject.toml | $(VERSIONS)/tools/ready
+	$(RENDER)
+	@# uv finds the Pythons of pyenv by their paths, and not by pyenv's shims. It downloads a Python that is missing.
+	export PATH="$$(printf '%s:' "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin)$$PATH"; \
+	'$(UV)' venv --quiet --clear --python '$(TESTED_PYTHON)' '$(@D)/venv' || { \
+	  '$(UV)' venv --quiet --clear --python '$(VERSIONS)/tools/bin/python' '$(@D)/venv' && \
+	  echo 'warning: there is no Python $(TESTED_PYTHON) here: the $* versions are tested with that of $(PYTHON)'; }
+	cd '$(@D)/project' && '$(UV)' pip install --quiet --python ../venv $(INSTALL) -r pyproject.toml --group dev
+	{ '$(@D)/venv/bin/python' --version; '$(UV)' pip list --quiet --python '$(@D)/venv' | grep '^torch'; } >'$@.new'
+	mv '$@.new' '$@'
 
 $(VERSIONS)/tools/ready:
 	$(PYTHON) -m venv $(@D)

@@ -328,7 +328,7 @@ def test_where_logs_differ() -> None:
 
 
 def test_the_collectives_of_every_recorder_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gloo's, of NCCL's, and of nccl2's, which torch 2.15 uses for NCCL; an older torch takes no name."""
+    """Of gloo's, of NCCL's, and of nccl2's, which torch 2.15 uses for NCCL; before, recorders took no name."""
     entry = {"process_group": ("0", "default_pg"), "collective_seq_id": 1, "is_p2p": False, "time_created_ns": 0}
     entry |= {"input_dtypes": ["Float"], "input_sizes": [[5]], "frames": [], "retired": True, "state": "completed"}
 

@@ -258,7 +258,7 @@ def test_the_image_starts_the_launcher_without_a_shell_as_a_user_that_is_not_roo
     assert (TEMPLATE / "launch_node.sh").stat().st_mode & 0o111
     assert last["USER"] == "${UID}:${UID}" and "PYTHONUNBUFFERED=1" in last["ENV"]
     version = re.search(r"pytorch/pytorch:(\d+)\.(\d+)\.\d+-cuda[\d.]+-cudnn\d+-runtime$", dockerfile_text(), re.M)
-    assert version and (int(version[1]), int(version[2])) >= (2, 6), "as pyproject.toml asks for"
+    assert version and (int(version[1]), int(version[2])) >= (2, 9), "as pyproject.toml asks for"
 
 
 def test_editing_the_code_installs_nothing_again() -> None:

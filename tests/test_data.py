@@ -1107,8 +1107,14 @@ def test_processes_that_find_different_data_are_told_at_once(
 
 
 @pytest.mark.slow
-def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_again(tmp_path: Path) -> None:
-    """As Python before 3.10.15 and 3.11.10 may; torch alone would wait for it without end."""
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_again(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    """As Python before 3.10.15 and 3.11.10 may; torch alone would wait for it without end.
+
+    An evaluation lost the batches that were to be read by then, and the ranks called different collectives.
+    """
 
     def stand_still_once() -> None:
         if len(multiprocessing.active_children()) == 1 and not (tmp_path / "stuck").exists():
@@ -1118,12 +1124,15 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
     def result(ctx: DistContext) -> Any:
         ddp.data.reader.START_TIMEOUT_S = 3.0
         os.register_at_fork(after_in_child=stand_still_once)
-        loader = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 2), ctx)
-        without = TrainLoader(Numbers(17), options("--batch-size=4", "--workers", 0), ctx)
-        return [[batch[1].tolist() for step in each.steps(0) for batch in step] for each in (loader, without)]
+        found = []
+        for workers in (2, 0):
+            arguments = Numbers(17), options("--batch-size=4", "--workers", workers), ctx
+            batches = EvalLoader(*arguments) if evaluates else itertools.chain(*TrainLoader(*arguments).steps(0))
+            found.append([batch[1].tolist() for batch in batches])
+        return found
 
     [(found, expected)] = on_ranks(1, result, "--device=cpu")
-    assert found == expected and len(found) == 4
+    assert found == expected and len(found) == 4 + evaluates
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "stuck").read_text()), 0)
 

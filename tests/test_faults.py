@@ -626,7 +626,7 @@ def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, wher
 
     def fail(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
-            kind = dist.DistBackendError if where == "in NCCL" else getattr(torch, "AcceleratorError", RuntimeError)
+            kind = dist.DistBackendError if where == "in NCCL" else torch.AcceleratorError
             exec(compile("raise error", path, "exec"), {"error": kind(text)})
 
     ranks = start_faulty(2, fail, "--output-dir", tmp_path)

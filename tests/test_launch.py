@@ -468,8 +468,6 @@ def test_an_error_on_rank_0_reaches_every_rank_and_only_one_prints_it() -> None:
 
 def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user of a Mac would otherwise wonder why the training is slow."""
-    if not hasattr(torch, "accelerator"):
-        pytest.skip("this torch has no torch.accelerator")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
 
@@ -485,6 +483,25 @@ def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatc
         assert ranks.wait() == [0, 0]
         line = "warning: the mps device of this machine is not used, because DDP needs"
         assert ranks.output().count(line) == times
+
+
+GLOO = (
+    "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 1",
+    "[Gloo] Rank 0 is NOT connected to: [1]",
+)
+
+
+@pytest.mark.parametrize(("version", "shown"), [("2.10.0+cu128", ["another"]), ("2.11.0", [*GLOO, "another"])])
+def test_what_an_older_gloo_prints_about_its_groups_does_not_reach_the_console(
+    version: str, shown: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints to descriptor 1, without Python, on each rank. What other threads print there, or an error, remains."""
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(RuntimeError, match="no peer"), process_group._quiet_gloo():
+        os.write(1, "".join(f"{line}\n" for line in (*GLOO, "another")).encode())
+        raise RuntimeError("no peer")
+    os.write(1, b"later\n")
+    assert capfd.readouterr().out.splitlines() == [*shown, "later"]
 
 
 def test_the_process_group_is_destroyed_after_success_and_after_failure() -> None:

@@ -291,7 +291,6 @@ print(max((found[name] - weight).abs().max().item() for name, weight in expected
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_muon_with_adamw(tmp_path: Path) -> None:
     """Both parts are saved, and both follow the schedule after a resume."""
     project = project_with(tmp_path, *edits("Muon with AdamW"))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -170,13 +171,10 @@ class EvalLoader(_Loader):
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
-        everything, size, world_size = range(self.length), self.chunk_size, self.ctx.world_size
-        count = -(-self.length // size)  # of batches
-        last = count - 1
+        world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
         # With --shard all ranks compute each block together: those that are out of turn read the last batch once more.
         end = count + -count % world_size if self.config.shard else count
-        starts = (min(number, last) * size for number in range(self.ctx.rank, end, world_size))
-        ours = (list(everything[start : start + size]) for start in starts)
+        ours = _Batches(range(self.ctx.rank, end, world_size), self.chunk_size, self.length)
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
@@ -192,6 +190,20 @@ class EvalLoader(_Loader):
                     )
                 if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The samples of each batch in `numbers`. No iterator: start_workers begins again if a worker does not start."""
+
+    numbers: range
+    size: int
+    length: int  # of the dataset: a number after the last batch stands for the last batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.numbers:
+            start = min(number * self.size, (self.length - 1) // self.size * self.size)
+            yield list(range(self.length)[start : start + self.size])
 
 
 def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:

@@ -187,11 +187,12 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             unused = torch.accelerator.current_accelerator()  # Apple's mps, or Intel's xpu
             why = "DDP needs gloo on CPUs or NCCL on CUDA devices: training on the CPU"
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
-        _create_group(env, store, device, backend, config.timeout)
-        streams = streams_of(device)
         tree: Any = None
-        if env.world_size >= MANY_RANKS:
-            tree = dist.new_group(timeout=timedelta(seconds=config.timeout), backend="gloo")
+        with _quiet_gloo():
+            _create_group(env, store, device, backend, config.timeout)
+            if env.world_size >= MANY_RANKS:
+                tree = dist.new_group(timeout=timedelta(seconds=config.timeout), backend="gloo")
+        streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         work, hosts = Work(streams.stopwatch()), [info.host for info in infos]
@@ -207,6 +208,30 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         if cause is error:
             raise
         raise cause from None
+
+
+@contextmanager
+def _quiet_gloo() -> Iterator[None]:
+    """Keep away from the console what gloo prints about each group. Delete this when torch 2.11 is the oldest.
+
+    On Linux, it writes `[Gloo] Rank 0 is connected to ...` to descriptor 1. Other lines appear after the block.
+    """
+    if sys.platform != "linux" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+        yield
+        return
+    with os.fdopen(os.memfd_create("stdout"), "w+b") as printed:
+        console = os.dup(1)
+        sys.stdout.flush()
+        os.dup2(printed.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(console, 1)
+            os.close(console)
+            printed.seek(0)
+            if others := b"".join(line for line in printed if not line.startswith(b"[Gloo] ")):
+                os.write(1, others)
 
 
 def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend: str, timeout: float) -> None:

@@ -113,16 +113,15 @@ class RankReports:
 
 def record_collectives() -> None:
     """Keep the last 64. Call before the process group is created. The environment may set another number, or 0."""
-    name = "TORCH_FR_BUFFER_SIZE" if _recorder("_dump_fr_trace") else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    os.environ.setdefault(name, "64")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
 
 
 def recorded_collectives() -> list[Collective]:
-    """Oldest first; empty if torch records none, as torch 2.6 over gloo."""
+    """Oldest first; empty if torch records none."""
     found: list[Collective] = []
     with suppress(Exception):  # the names and the format are torch's own: another version may have others
         for name, *backend in RECORDERS:
-            with suppress(TypeError):  # an older torch: its recorder takes no name of a backend
+            with suppress(TypeError):  # before torch 2.15, a recorder takes no name of a backend
                 entries = pickle.loads(_recorder(name)(True, True, False, *backend)).get("entries", ())
                 found += [_read(entry) for entry in entries if not entry["is_p2p"]]
     return found

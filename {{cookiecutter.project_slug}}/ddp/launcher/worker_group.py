@@ -34,7 +34,7 @@ from ddp.core.signals import SignalHandler, is_alive, send_signal
 
 # Neither `python -m` nor `python FILE`: those look for modules in the working directory, or next to run_torchrun.py.
 START = "import sys; sys.path[0] = sys.argv.pop(1); from ddp.launcher.run_torchrun import main; main()"
-# Options of torchrun, as variables: an old torchrun (2.8, 2.11) ignores those that it does not know. SIGHUP is not
+# Options of torchrun, as variables: an older torchrun (2.11) ignores those that it does not know. SIGHUP is not
 # there, for nohup. Slurm signals every process: torchrun would then kill workers that take more than 30 s to save.
 TORCHRUN_VARIABLES = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "600"}
 # How long torchrun may outlive its workers: if one of them failed, and if all are done: it waits for the other nodes.

@@ -24,7 +24,6 @@ from ddp.distributed.tensors import leaves
 from ddp.training.flops import count_flops
 from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
-SHARD_NEEDS = (2, 9)  # over gloo, FSDP2 of torch 2.7 and 2.8 adds up the gradients that it should average
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
@@ -39,8 +38,6 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
         raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
-    if config.shard and tuple(map(int, torch.__version__.split(".")[:2])) < SHARD_NEEDS:
-        raise UsageError(f"--shard needs torch {'.'.join(map(str, SHARD_NEEDS))} or newer: this is {torch.__version__}")
     if config.shard and gpu and config.backend == "gloo":  # torch's all-gather of a DTensor: a segmentation fault
         raise UsageError("--shard on GPUs needs NCCL: remove --backend gloo and start one process per GPU")
     if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
