@@ -179,7 +179,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(
     needed = partial(is_read, listed=listed)
     config = Config.parse(["--output-dir", str(memory / "run")])
     recorded = [*operations(recording / "trace", recording)]
-    chosen, known = set(sample(range(len(recorded)), 200)), None
+    chosen, known = set(sample(range(len(recorded)), 150)), None
     with load_once():
         for number, done in enumerate(recorded):
             if done.path.is_relative_to(recording / "reports"):
@@ -211,7 +211,7 @@ def test_each_state_of_the_disk_after_a_power_failure_resumes_exactly(
     print(f"{len(resumed):,} states after a power failure; {len(found)} ways to resume")
     if request.config.getoption("all"):
         assert len(resumed) > 1000 and {each.step for each in found} >= {0, *range(2, 21, 2)}
-    for files in sample([*found.values()], 4):
+    for files in sample([*found.values()], 2):
         write(files, output, memory / "run")
         train(WAYS[way][0], *options(way, memory / "run"))
         assert_same_run(output, memory / "run")
