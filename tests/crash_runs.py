@@ -19,6 +19,7 @@ from unittest.mock import patch
 PROJECT = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 
+from PIL import Image  # noqa: E402
 from torch import nn  # noqa: E402
 
 import data  # noqa: E402
@@ -96,6 +97,7 @@ def fail() -> None:
     Each rank has a log of its own, and the operations of `rank` fail.
     """
     train = main.main
+    Image.init()  # or each run of these many would import the formats of images
 
     def failing_main(order: dict[str, Any], config: Any, rank_env: Any) -> None:
         for name, value in order["environment"].items():
