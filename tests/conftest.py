@@ -63,6 +63,12 @@ def seed() -> int:
 SEED = seed()
 
 
+@pytest.fixture(name="seed")
+def fixture_seed() -> int:
+    """SEED, for a test that draws by itself; pytest prints it."""
+    return SEED
+
+
 @pytest.fixture
 def sample(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], list[Any]]:
     """sample(items, count): `count` of the items, in their order; with --all, all of them.
