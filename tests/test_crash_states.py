@@ -29,6 +29,7 @@ from config import Config
 from crash_runs import WAYS, options
 from crash_states import Disk, Files, operations, record
 from ddp.checkpoint import storage as checkpoint
+from ddp.checkpoint.state import digest
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.files import read_status
 from ddp.core.ledger import Ledger
@@ -380,9 +381,19 @@ def resume_once(failing: Failing, memory: Path, point: str, left: dict[Any, str]
     """Resume what is left, unless the same was left before. It ends as if nothing had happened."""
     found = [path for path in sorted(failing.output.rglob("*")) if path.is_file()]
     read = [path for path in found if is_read(path) or path.suffix == ".tmp" or path.parent.name == "rows"]
-    times = re.compile(rb'"(samples_per_s|step_ms|data_ms|memory_mb)": [^,}]*')
-    key = tuple((re.sub(r"[\d-]+\.tmp|-\w{8}\.pt", "", path.name), times.sub(b"", path.read_bytes())) for path in read)
+    key = tuple((re.sub(r"[\d-]+\.tmp|-\w{8}\.pt", "", path.name), part_of_key(path)) for path in read)
     if left.setdefault(key, point) == point:
         codes, output = failing.train(END)
         assert not any(codes), (point, output)
         assert_same_run(memory / "whole", failing.output)
+
+
+def part_of_key(path: Path) -> Any:
+    """What decides how a file is resumed: nothing for a temporary file; no times, and no names that are random."""
+    if path.suffix == ".tmp":
+        return None
+    if path.suffix != ".pt" or path.parent.name == "rows":
+        return re.sub(rb'"(samples_per_s|step_ms|data_ms|memory_mb)": [^,}]*', b"", path.read_bytes())
+    content = torch.load(path, weights_only=True)
+    rows = sorted(content.pop("rows", {}).values())
+    return digest([{name: part for name, part in content.items() if name != "time"}, rows])
