@@ -637,17 +637,22 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
     assert "already done" in train(2, *options, tmp_path / "run"), "the directory can be used again"
 
 
+def read_by_workers(folder: Path) -> list[Any]:
+    """The options of a run whose DataLoader workers read some images in `folder`."""
+    for split, kind in itertools.product(("train", "val"), ("a", "b")):
+        images = folder / "images" / split / kind
+        images.mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (64, 64), (number, 0, 0)).save(images / f"{number}.png")
+    options = ["--dataset", "imagefolder", "--data-dir", folder / "images", "--image-size", 64, "--workers", 2]
+    return [*options, "--batch-size", 8, "--device", "cpu", "--epochs", 1, "--output-dir", folder / "out"]
+
+
 @pytest.mark.slow
 def test_a_dev_shm_that_is_too_small_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
     need_root("mounts")
-    for split, kind in itertools.product(("train", "val"), ("a", "b")):
-        folder = tmp_path / "images" / split / kind
-        folder.mkdir(parents=True)
-        for number in range(8):
-            Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number}.png")
-    options = ["--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--image-size", 64, "--workers", 2]
-    options += ["--batch-size", 8, "--device", "cpu", "--epochs", 1, "--output-dir", tmp_path / "out"]
+    options = read_by_workers(tmp_path)
     small = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, main.__file__, *options]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
@@ -663,6 +668,8 @@ def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkey
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    options = [*SYNTHETIC, "--device", "cpu", "--workers", 2, "--epochs", 1, "--output-dir", tmp_path / "out"]
+    options = read_by_workers(tmp_path)
     remedy = f"DataLoader workers open sockets in {long}: set TMPDIR to a shorter path"
-    assert train(1, *options, code=2).splitlines() == [f"error: {remedy}"]
+    ranks = start(1, *options)
+    assert ranks.wait() == [2], ranks.output()
+    assert the_error(ranks) == f"error: {remedy}"
