@@ -63,6 +63,12 @@ def seed() -> int:
 SEED = seed()
 
 
+@pytest.fixture(name="seed")
+def fixture_seed() -> int:
+    """SEED, for a test that draws by itself; pytest prints it."""
+    return SEED
+
+
 @pytest.fixture
 def sample(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], list[Any]]:
     """sample(items, count): `count` of the items, in their order; with --all, all of them.
@@ -96,10 +102,10 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases that are not in the sample."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "sample" in getattr(item, "fixturenames", ()):
-            item.add_marker("sample")
-        elif item.get_closest_marker("sample") is not None:
+        if item.get_closest_marker("sample") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        elif "sample" in getattr(item, "fixturenames", ()):
+            item.add_marker("sample")
     if config.getoption("all"):
         return
     left_out: set[pytest.Item] = set()

@@ -1,7 +1,7 @@
 """Runs of main.py in one process with a tiny model, for a test that watches their file operations from outside.
 
-python crash_runs.py record FOLDER    trains, for strace
-python crash_runs.py fail             for each line of JSON on stdin, trains once; for failing_calls.c
+python crash_runs.py record FOLDER WAY    trains, for strace
+python crash_runs.py fail                 for each line of JSON on stdin, trains once; for failing_calls.c
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest.mock import patch
 PROJECT = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 
+from PIL import Image  # noqa: E402
 from torch import nn  # noqa: E402
 
 import data  # noqa: E402
@@ -73,21 +74,21 @@ def hang_before_sync(directory: Path) -> None:
     sync_directory(directory)
 
 
-def record(folder: Path) -> None:
-    """Train with each of WAYS, in a directory of that name: killed twice, and resumed to the end.
+def record(folder: Path, way: str) -> None:
+    """Train with one of WAYS, in a directory of that name: killed twice, and resumed to the end.
 
-    As with torchrun, a file names the last step that a rank has reported as saved: FOLDER/reports/WAY/saved.
+    As with torchrun, a file names the last step that a rank has reported as saved: FOLDER/reports/saved.
     """
-    link, os.environ["LOCAL_RANK"] = os.link, "0"
-    for way, (processes, _) in WAYS.items():
-        (folder / "reports" / way).mkdir(parents=True)
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "reports" / way / "error.json")
-        os.link = refuse_links if way == NO_LINKS else link
-        with patch.object(files, "sync_directory", hang_before_sync):
-            for step in KILLED_AT:
-                killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))
-                assert -signal.SIGKILL in killed.wait(), killed.output()
-        train(processes, *options(way, folder / way))
+    processes = WAYS[way][0]
+    (folder / "reports").mkdir()
+    os.environ |= {"LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "reports" / "error.json")}
+    if way == NO_LINKS:
+        os.link = refuse_links
+    with patch.object(files, "sync_directory", hang_before_sync):
+        for step in KILLED_AT:
+            killed = start(processes, *options(way, folder / way), after_step=partial(kill_at, step))
+            assert -signal.SIGKILL in killed.wait(), killed.output()
+    train(processes, *options(way, folder / way))
 
 
 def fail() -> None:
@@ -96,6 +97,7 @@ def fail() -> None:
     Each rank has a log of its own, and the operations of `rank` fail.
     """
     train = main.main
+    Image.init()  # or each run of these many would import the formats of images
 
     def failing_main(order: dict[str, Any], config: Any, rank_env: Any) -> None:
         for name, value in order["environment"].items():
@@ -118,6 +120,6 @@ def fail() -> None:
 if __name__ == "__main__":
     make_small()
     if sys.argv[1] == "record":
-        record(Path(sys.argv[2]))
+        record(Path(sys.argv[2]), sys.argv[3])
     else:
         fail()

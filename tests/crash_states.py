@@ -134,6 +134,12 @@ class Disk:
         files = [(path, self.file(path)) for path in self.names]
         return {path: self.contents[file][-1] for path, file in files if file not in (None, DIRECTORY)}
 
+    def known(self, is_read: Callable[[Path], bool]) -> Any:
+        """What states() and journal_states() depend on, but for the contents of files that are not read."""
+        read = {file for path, files in self.names.items() if is_read(path) for file in files if file is not None}
+        contents = {file: tuple(self.contents[file]) for file in read if file != DIRECTORY}
+        return {path: tuple(files) for path, files in self.names.items()}, contents, self.journal.copy(), [*self.order]
+
     def states(self, is_read: Callable[[Path], bool]) -> Iterator[Files]:
         """All states after a power failure now, for a program that reads only some of the files. They may repeat.
 

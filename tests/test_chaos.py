@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class Run:
             )
             time.sleep(0.002)
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 300) -> int:
         """The launcher's exit code, once all processes have exited. If some have not in time, kills them, and fails."""
         end = time.monotonic() + timeout
         while self.launcher.poll() is None or self.processes():
@@ -235,23 +235,24 @@ def compare(output: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 @fault(1, 2, 9, 12)
-@pytest.mark.parametrize("more", [[], ["--shard"]], ids=["ddp", "shard"])
-def test_a_run_that_is_killed_twenty_times_equals_an_uninterrupted_one(
-    images: Path, tmp_path: Path, more: list[str]
+@pytest.mark.parametrize("more", [[], pytest.param(["--shard"], marks=pytest.mark.sample(0))], ids=["ddp", "shard"])
+def test_a_run_that_is_killed_repeatedly_equals_an_uninterrupted_one(
+    images: Path, tmp_path: Path, more: list[str], seed: int, sample: Callable[[Sequence[Any], int], list[Any]]
 ) -> None:
     """With --shard, without launchers, and compared to a run without --shard: both are the same, bit for bit."""
-    seed = int(os.environ.get("CHAOS_SEED", random.randrange(1 << 32)))
-    print(f"CHAOS_SEED={seed}")
+    print(f"SEED={seed}")
     generator = random.Random(seed)
-    forked = [kill for kill in KILLS if kill[0] is FORKED]
-    kills = generator.choices(forked, k=20) if more else generator.sample(KILLS, len(KILLS))
-    assert len(kills) == 20
+    forked, launched = ([kill for kill in KILLS if (kill[0] is FORKED) == yes] for yes in (True, False))
+    kills = [*sample(forked, 3), *sample(launched, 1)]
+    generator.shuffle(kills)
+    if more:
+        kills = generator.choices(forked, k=20)
     output = tmp_path / "run"
     options = [*OPTIONS, "--data-dir", images, *(["--model", "ToyModel"] if more else [])]
     before, began = 0, time.monotonic()
     for count, (launcher, number, targets, when) in enumerate(kills, start=1):
         given = [*options, *more, "--output-dir", output]
-        run = Run(launcher, given, f"{seed}-{count}") if launcher else Forked(given)
+        run = Run(launcher, given, f"{os.getpid()}-{count}") if launcher else Forked(given)
         try:
             send_signals(run, output, number, targets, when, generator.random())
             code = run.wait()
@@ -265,8 +266,8 @@ def test_a_run_that_is_killed_twenty_times_equals_an_uninterrupted_one(
         before = newest_step(output)
 
     end = [*options, "--max-steps", before + 7, "--output-dir"]
-    run = Run(SPAWN, [*more, *end, output], f"{seed}-end")
-    assert run.wait(120) == 0, run.output()
+    run = Run(SPAWN, [*more, *end, output], f"{os.getpid()}-end")
+    assert run.wait() == 0, run.output()
     train(2, *end, tmp_path / "whole")
     print(f"{time.monotonic() - began:6.1f} s  both ended at step {newest_step(output)}")
     compare(output, tmp_path / "whole")

@@ -73,6 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "workers", "accumulation"), [("memory", 0, 2), ("memory", 2, 1), ("folder", 0, 1), ("folder", 2, 2)]
 )
@@ -536,6 +537,7 @@ class Drawing(Awkward):
         return super().forward(images)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_the_owner_draws_between_epochs_and_in_a_step_is_the_same_after_a_resume(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

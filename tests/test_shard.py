@@ -15,6 +15,7 @@ from outputs import newest
 from template_copy import changed_main
 from torch import Tensor, nn
 
+import data
 import main
 from config import Config
 from ddp.checkpoint import compare, storage
@@ -84,8 +85,9 @@ def test_blocks_that_share_a_weight_are_one_and_those_of_the_rest_none() -> None
 # ---- the same as DDP ------------------------------------------------------------------------------------------------
 
 
-def test_sharded_training_equals_ddp_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+def test_sharded_training_equals_ddp_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout, BatchNorm, accumulation, momentum; weights whose rows do not divide by 3, and a rank without rows."""
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 240, "val": 51})
     monkeypatch.setattr(main.task, "build_model", build_awkward)
     given = (*SYNTHETIC, "--epochs", 2)
     train(2, *given, "--output-dir", tmp_path / "ddp")

@@ -6,24 +6,16 @@ from typing import Any
 
 import pytest
 
-# The tests, and the fixtures that they use.
+# The tests, and the fixtures that they use. test_shard_more_faults.py has others.
 from test_faults import (  # noqa: F401
     test_a_killed_rank_is_named_and_nothing_is_saved_after,
-    test_a_rank_that_exits_early_is_named,
-    test_a_rank_that_hangs_ends_all_and_prints_its_stack,
-    test_a_second_signal_to_one_rank_ends_all_with_its_code,
     test_a_stop_in_the_evaluation_repeats_it_after_a_resume,
-    test_all_ranks_exit_with_one_code_even_if_the_store_is_in_rank_0,
-    test_the_metrics_of_a_batchnorm_model_are_those_of_the_saved_model,
 )
 from test_resume import (  # noqa: F401
     test_another_number_of_processes_uses_each_sample_once,
-    test_changed_options_are_refused_by_name_unless_they_may_change,
     test_only_rank_0_needs_the_checkpoint,
 )
 from test_storage import (  # noqa: F401
-    disk,
-    test_a_disk_that_fills_up_between_two_saves_makes_the_run_exit_with_7,
     test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged,
     trained,
 )

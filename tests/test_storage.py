@@ -12,9 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from processes import Ranks, start, train
 from small_models import Awkward, build_awkward, build_slow_awkward
 
 SYNTHETIC = ["--dataset", "synthetic"]
+Sample = Callable[[Sequence[Any], int], list[Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -193,12 +195,14 @@ def test_the_newest_checkpoint_has_the_highest_step_with_more_than_eight_digits_
 
 @pytest.mark.slow
 @fault(3, 4)
-def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(trained: Path, small: None, tmp_path: Path) -> None:
+def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(
+    trained: Path, small: None, tmp_path: Path, sample: Sample
+) -> None:
     """It then equals an uninterrupted run."""
     options = [*SYNTHETIC, "--max-steps", 7, "--output-dir"]
     train(2, *options, tmp_path / "whole")
     expected = weights_and_momentum(checkpoints(tmp_path / "whole")[-1])
-    for place, value in flips(checkpoints(trained)[-1].stat().st_size, 12):
+    for place, value in sample([*flips(checkpoints(trained)[-1].stat().st_size, 12)], 3):
         output = Path(shutil.copytree(trained, tmp_path / "run"))
         newest = checkpoints(output)[-1]
         with flipped(newest, place, value):
@@ -293,9 +297,9 @@ def seconds_of_a_save(config: Config) -> float:
 
 @pytest.mark.slow
 @fault(2)
-def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+def test_a_save_killed_at_any_moment_loses_no_save_before_it(
+    tmp_path: Path, seed: int, sample: Sample, request: pytest.FixtureRequest
+) -> None:
     generator = random.Random(seed)
     duration = seconds_of_a_save(Config.parse(["--output-dir", str(tmp_path / "measured")]))
     output = tmp_path / "run"
@@ -303,7 +307,8 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
     whole = 4 * STATE
     torn: list[float] = []  # the size of each temporary file that a kill left, as a share of the whole state
     step = 0
-    for kill in range(KILLS):
+    kills = sample(range(KILLS), 12)
+    for kill in kills:
         with saving_child(config, step + 1) as (pid, reports):
             completed = [int(reports.readline()) for _ in range(generator.randint(2, 3))][-1]
             time.sleep(duration * (kill + generator.random()) / KILLS)
@@ -321,9 +326,10 @@ def test_a_save_killed_at_any_moment_loses_no_save_before_it(tmp_path: Path) -> 
         step = content["step"]
         assert step >= completed, f"step {completed} was saved, the newest is {content['path']}"
         assert torch.equal(content["model"]["weight"], torch.full((STATE,), float(step)))
-    print(f"a save takes {1000 * duration:.0f} ms; {len(torn)} of {KILLS} kills left a temporary file")
-    assert len(torn) >= KILLS // 4, f"too few kills hit a write: {torn}"
-    assert len({round(part, 1) for part in torn}) >= 2, f"all kills hit the same moment of a write: {torn}"
+    print(f"a save takes {1000 * duration:.0f} ms; {len(torn)} of {len(kills)} kills left a temporary file")
+    if request.config.getoption("all"):
+        assert len(torn) >= KILLS // 4, f"too few kills hit a write: {torn}"
+        assert len({round(part, 1) for part in torn}) >= 2, f"all kills hit the same moment of a write: {torn}"
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------
@@ -435,16 +441,14 @@ def test_a_full_disk_keeps_the_status_of_a_run_and_takes_its_end(disk: Path) -> 
 @pytest.mark.slow
 @fault(8)
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_read_only_directory_is_refused_within_seconds(exists: bool, tmp_path: Path) -> None:
+def test_a_read_only_directory_is_refused(exists: bool, tmp_path: Path) -> None:
     """Whether it exists or would have to be created."""
     output = tmp_path / "disk" / "run"
     (output if exists else output.parent).mkdir(parents=True)
     with mounted(tmp_path / "disk"):
         make_read_only(tmp_path / "disk")
-        begin = time.monotonic()
         ranks = start(2, *SYNTHETIC, "--output-dir", output)
         assert ranks.wait() == [3, 3], ranks.output()
-        assert time.monotonic() - begin < 8
     line = the_error(ranks)
     assert f"cannot write to the output directory {output}: Read-only file system; choose another --output-dir" in line
     assert len(ranks.output().splitlines()) == 1, "there is no other output, so nothing was trained"
@@ -633,17 +637,22 @@ def test_a_second_run_in_one_directory_is_refused_and_does_not_disturb_the_first
     assert "already done" in train(2, *options, tmp_path / "run"), "the directory can be used again"
 
 
+def read_by_workers(folder: Path) -> list[Any]:
+    """The options of a run whose DataLoader workers read some images in `folder`."""
+    for split, kind in itertools.product(("train", "val"), ("a", "b")):
+        images = folder / "images" / split / kind
+        images.mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (64, 64), (number, 0, 0)).save(images / f"{number}.png")
+    options = ["--dataset", "imagefolder", "--data-dir", folder / "images", "--image-size", 64, "--workers", 2]
+    return [*options, "--batch-size", 8, "--device", "cpu", "--epochs", 1, "--output-dir", folder / "out"]
+
+
 @pytest.mark.slow
-def test_a_dev_shm_that_is_too_small_or_a_tmpdir_that_is_too_long_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_a_dev_shm_that_is_too_small_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """As in a container without --ipc host. torch alone prints a traceback, and waits for that batch without end."""
     need_root("mounts")
-    for split, kind in itertools.product(("train", "val"), ("a", "b")):
-        folder = tmp_path / "images" / split / kind
-        folder.mkdir(parents=True)
-        for number in range(8):
-            Image.new("RGB", (64, 64), (number, 0, 0)).save(folder / f"{number}.png")
-    options = ["--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--image-size", 64, "--workers", 2]
-    options += ["--batch-size", 8, "--device", "cpu", "--epochs", 1, "--output-dir", tmp_path / "out"]
+    options = read_by_workers(tmp_path)
     small = 'mount -t tmpfs -o size=100k tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, main.__file__, *options]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
@@ -652,10 +661,15 @@ def test_a_dev_shm_that_is_too_small_or_a_tmpdir_that_is_too_long_ends_the_run_w
     assert line.startswith("error: a DataLoader worker cannot hand over a batch: unable to allocate shared memory")
     assert "; if memory ran out: lower --workers, or enlarge /dev/shm; nothing was saved yet: start all" in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
-    command, variables = [str(word) for word in command[6:]], {**os.environ, "TMPDIR": str(long)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=variables)
-    assert done.returncode == 2, done.stdout + done.stderr
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    options = read_by_workers(tmp_path)
     remedy = f"DataLoader workers open sockets in {long}: set TMPDIR to a shorter path"
-    assert done.stderr.splitlines() == [f"error: {remedy}"]
+    ranks = start(1, *options)
+    assert ranks.wait() == [2], ranks.output()
+    assert the_error(ranks) == f"error: {remedy}"
