@@ -6,19 +6,23 @@ of a process, or about its launcher, it starts Python itself.
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import sys
 import sysconfig
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "tests"
 INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-PRELOADED = ["pytest", "torch", "torch._dynamo", "torch.utils.tensorboard"]
+PRELOADED = ["pytest", "torch", "torch._dynamo", "torch.utils.tensorboard", "torchvision.transforms.v2"]
+PRELOADED += ["filelock", "psutil", "tqdm", "torch.distributed.algorithms.ddp_comm_hooks"]
 PROGRAM = """
 import json, sys
 sys.path[:0] = [".", sys.argv[2]]
@@ -26,7 +30,7 @@ from processes import start
 outputs = []
 for world_size, *options in json.loads(sys.argv[1]):
     ranks = start(world_size, *options)
-    outputs.append([ranks.wait(240), ranks.output()])
+    outputs.append([ranks.wait(900), ranks.output()])
 print(json.dumps(outputs))
 """
 
@@ -34,7 +38,7 @@ servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(PRELOADED)
 
 
-def python(project: Path, *words: Any, code: int | None = 0, timeout: float = 300, **variables: str) -> str:
+def python(project: Path, *words: Any, code: int | None = 0, timeout: float = 1200, **variables: str) -> str:
     """The output of `python WORDS` in the folder `project`. Fails unless it exits with `code`; None accepts any."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread pool would not survive the fork
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
@@ -73,6 +77,20 @@ def _become(log: str, project: str, words: list[str], environment: dict[str, str
         script = Path(option).resolve()
         sys.path[0] = str(script.parent)
         runpy.run_path(str(script), run_name="__main__")
+
+
+@cache
+def _rendered() -> Path:
+    from cookiecutter.main import cookiecutter
+
+    folder = tempfile.mkdtemp(prefix="rendered-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(cookiecutter(str(TESTS.parent.parent), no_input=True, output_dir=folder))
+
+
+def render_defaults(folder: Path) -> Path:
+    """A project in the new folder `folder`, as cookiecutter renders it with the defaults. It is rendered once."""
+    return Path(shutil.copytree(_rendered(), folder))
 
 
 def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -> list[str]:
