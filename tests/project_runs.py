@@ -15,9 +15,11 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from outputs import free_port
 
 TESTS = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "tests"
 INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -38,12 +40,17 @@ servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(PRELOADED)
 
 
-def python(project: Path, *words: Any, code: int | None = 0, timeout: float = 1200, **variables: str) -> str:
-    """The output of `python WORDS` in the folder `project`. Fails unless it exits with `code`; None accepts any."""
+def python(
+    project: Path, *words: Any, code: int | None = 0, timeout: float = 1200, fork: bool = False, **variables: str
+) -> str:
+    """The output of `python WORDS` in the folder `project`. Fails unless it exits with `code`; None accepts any.
+
+    fork: the processes that --nproc starts are forked, instead of new interpreters, each of which imports torch.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread pool would not survive the fork
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        process = servers.Process(target=_become, args=(log.name, str(project), [*map(str, words)], environment))
+        process = servers.Process(target=_become, args=(log.name, str(project), [*map(str, words)], environment, fork))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -54,9 +61,13 @@ def python(project: Path, *words: Any, code: int | None = 0, timeout: float = 12
     return output
 
 
-def _become(log: str, project: str, words: list[str], environment: dict[str, str]) -> None:
+def _become(log: str, project: str, words: list[str], environment: dict[str, str], fork: bool) -> None:
     """In a process of the fork server: do what Python does with these words."""
     multiprocessing.set_start_method(None, force=True)  # the default again, which DataLoader uses
+    if fork:
+        import torch.multiprocessing
+
+        torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -104,3 +115,10 @@ def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -
     for run, (codes, output) in zip(runs, outputs, strict=True):
         assert codes == [code] * run[0], f"{run}: exit codes {codes}, expected {code}:\n{output}"
     return [output for _, output in outputs]
+
+
+def benchmark_of(project: Path, *options: Any) -> str:
+    """What benchmark.py prints of a short measurement, by one process that acts as if torchrun had started it."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    short = ("--device", "cpu", "--seconds", 0.02, "--repeats", 1)
+    return python(project, "benchmark.py", *short, *options, MASTER_PORT=str(free_port()), **launcher)

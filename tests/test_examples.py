@@ -23,7 +23,7 @@ import pytest
 import torch
 from outputs import lines, newest, weights_and_momentum
 from PIL import Image
-from project_runs import python, render_defaults, train_in
+from project_runs import benchmark_of, python, render_defaults, train_in
 from template_copy import shrink
 
 from ddp.checkpoint import storage
@@ -104,7 +104,7 @@ def linear_regression_finds_the_line(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     weight, bias = map(float, python(project, "-c", block).split())
     assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
-    output = python(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
+    output = benchmark_of(project)
     assert output.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
 
 
@@ -321,11 +321,7 @@ def the_gan_trains_both_networks(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     python(project, "-c", block)
     assert Image.open(project / "generated.png").size == (274, 274), "8 x 8 images"
-    output = python(
-        project,
-        *("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 2, "--batch-size", 8),
-        *("--seconds", 0.02, "--repeats", 1),
-    )
+    output = benchmark_of(project, "--dataset", "synthetic", "--batch-size", 8)
     assert output.startswith("DCGAN, 32 x 32, fp32, batch 8\n"), output
 
 
@@ -347,8 +343,7 @@ def cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) -> None
     newest = max(output_dir.glob("checkpoints/step_*.pt"))
     assert "red.png: class " in python(project, "predict.py", newest, tmp_path / "red.png")
     assert "--test-views 3: must be 1, 2 or 6" in train(project, "--test-views", 3, code=2)
-    command = ("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 1, "--batch-size", 16)
-    output = python(project, *command, "--seconds", 0.02, "--repeats", 1)
+    output = benchmark_of(project, "--dataset", "synthetic", "--batch-size", 16)
     assert output.startswith("Airbench, 32 x 32, fp32, batch 16\n"), output
 
 
