@@ -15,11 +15,10 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-from outputs import free_port
 
 TESTS = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}" / "tests"
 INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -67,7 +66,8 @@ def _become(log: str, project: str, words: list[str], environment: dict[str, str
     if fork:
         import torch.multiprocessing
 
-        torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+        start_forked = partial(torch.multiprocessing.start_processes, start_method="fork")
+        torch.multiprocessing.spawn = lambda function, *given, **named: start_forked(_Forked(function), *given, **named)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -75,7 +75,7 @@ def _become(log: str, project: str, words: list[str], environment: dict[str, str
     os.environ.update(environment)
     os.chdir(project)
     sys.path[:] = ["", *(path for path in sys.path if path.startswith(INSTALLED))]
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    _open_output()
     option, *rest = words
     sys.argv = words
     if option == "-c":
@@ -104,6 +104,22 @@ def render_defaults(folder: Path) -> Path:
     return Path(shutil.copytree(_rendered(), folder))
 
 
+def _open_output() -> None:
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+
+
+class _Forked:
+    """What a forked process runs instead of `function`: as a new interpreter, without what its parent has set."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        atexit._clear()  # the parent's temporary folders
+        _open_output()
+        self.function(*arguments)
+
+
 def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -> list[str]:
     """What main.py prints in `project` for each of `runs`: a number of processes, then its options; one after another.
 
@@ -119,6 +135,8 @@ def train_in(project: Path, *runs: list[Any], code: int = 0, **variables: str) -
 
 def benchmark_of(project: Path, *options: Any) -> str:
     """What benchmark.py prints of a short measurement, by one process that acts as if torchrun had started it."""
+    from outputs import free_port  # here, because the fork server's processes import this file, and would import ddp
+
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     short = ("--device", "cpu", "--seconds", 0.02, "--repeats", 1)
     return python(project, "benchmark.py", *short, *options, MASTER_PORT=str(free_port()), **launcher)
