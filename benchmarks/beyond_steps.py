@@ -1,7 +1,8 @@
 """The cost of evaluating, resuming and saving. On the CPU, with made-up images of the size of CIFAR-10's.
 
-    .venv/bin/python benchmarks/beyond_steps.py           from the repository; about 3 minutes
-    .venv/bin/python benchmarks/beyond_steps.py --quick   tests that it works; the results are not meaningful
+    .venv/bin/python benchmarks/beyond_steps.py                 from the repository; about 3 minutes
+    .venv/bin/python benchmarks/beyond_steps.py --only saving   one table
+    .venv/bin/python benchmarks/beyond_steps.py --quick         tests that it works; the results are not meaningful
 
 Evaluation: main.py's evaluate() compared with the limit: the model and its loss alone, again and again on one batch.
 Both take turns in the same processes. Resuming: how long the first batch and the first step take at several positions
@@ -57,6 +58,7 @@ from main import main as train_as_rank  # noqa: E402
 from model import build_model, compute_loss  # noqa: E402
 from processes import Ranks, on_ranks, train  # noqa: E402
 
+KINDS = ("evaluation", "resuming", "saving")
 PROCESSES, BATCH = 2, 128  # samples per process; the defaults of all measurements
 RUN_TIMEOUT_S = 120.0
 
@@ -384,8 +386,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of evaluating, resuming and saving.")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small, and one repetition: tests that it works")
+    parser.add_argument("--only", choices=KINDS)
     arguments = parser.parse_args()
     scale, repetitions = (QUICK, 1) if arguments.quick else (Scale(), arguments.repetitions)
+    chosen = [arguments.only] if arguments.only else KINDS
     os.environ["OMP_NUM_THREADS"] = "1"  # on a busy machine, threads would wait for each other
 
     evaluations = {(batch, processes): Evaluation() for batch in scale.batches for processes in (1, PROCESSES)}
@@ -396,18 +400,25 @@ def main() -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="beyond-steps-") as name:
         bench = Bench(Path(name), scale)
-        runs = checkpoints(bench)
+        runs = checkpoints(bench) if "resuming" in chosen else {}
         for number in range(repetitions):
-            for (batch, processes), evaluation in evaluations.items():
-                evaluation.measure(bench, processes, batch)
-            for kind, dataset in loaders.items():
-                waits[kind].append(first_batches(bench, dataset))
-            waits[whole].append(in_turns(partial(first_step, bench, runs), bench.positions(), number))
-            for case, saving in savings.items():
-                saving.measure(bench, *case)
+            if "evaluation" in chosen:
+                for (batch, processes), evaluation in evaluations.items():
+                    evaluation.measure(bench, processes, batch)
+            if "resuming" in chosen:
+                for kind, dataset in loaders.items():
+                    waits[kind].append(first_batches(bench, dataset))
+                waits[whole].append(in_turns(partial(first_step, bench, runs), bench.positions(), number))
+            if "saving" in chosen:
+                for case, saving in savings.items():
+                    saving.measure(bench, *case)
             print(f"{time.monotonic() - start:4.0f} s  {number + 1}/{repetitions}", file=sys.stderr)
-    tables = evaluation_table(evaluations), resuming_table(scale.parts, waits), saving_table(savings)
-    print("\n\n".join("\n".join(lines) for lines in tables))
+    tables: dict[str, Callable[[], list[str]]] = {
+        "evaluation": partial(evaluation_table, evaluations),
+        "resuming": partial(resuming_table, scale.parts, waits),
+        "saving": partial(saving_table, savings),
+    }
+    print("\n\n".join("\n".join(tables[kind]()) for kind in chosen))
     print(f"\n{machine()}")
 
 

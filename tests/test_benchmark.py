@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from benchmark_report import (
 )
 from matplotlib.image import imread
 from project_runs import python
+from template_copy import small_template
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -49,13 +48,7 @@ from processes import on_ranks
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-SHORT = ("--device", "cpu", "--seconds", "0.02", "--repeats", "1")
-
-
-def run(*options: Any, launcher: tuple[str, ...] = (), timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run benchmark.py as a user does."""
-    command = [sys.executable, *launcher, TEMPLATE / "benchmark.py", *options]
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=timeout)
+SHORT = ("benchmark.py", "--device", "cpu", "--seconds", "0.02", "--repeats", "1")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -66,8 +59,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_it_measures_one_process_and_ddp_on_one_and_two_and_names_what_limits(tmp_path: Path) -> None:
     options = ("--dataset", "synthetic", "--precision", "bf16", "--batch-size", 8)
-    done = run(*SHORT, *options, "--nproc", 2, "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed = python(small_template(), *SHORT, *options, "--nproc", 2, "--output", tmp_path, fork=True)
     rows = rows_of(tmp_path)
     measured = [(row["kind"], row["processes"], row["batch"]) for row in rows]
     assert measured == [
@@ -77,21 +69,21 @@ def test_it_measures_one_process_and_ddp_on_one_and_two_and_names_what_limits(tm
     ]
     assert all(float(row["samples_per_s"]) > 0 for row in rows)
     for text in ("one process", "DDP, 1 process", "DDP, 2 processes, weak", "DDP, 2 processes, strong", "limited by"):
-        assert text in done.stdout
-    assert "DataParallel needs two GPUs" in done.stdout and str(tmp_path / "benchmark.csv") in done.stdout
-    assert not done.stderr, "it prints only the table"
+        assert text in printed
+    assert "DataParallel needs two GPUs" in printed and str(tmp_path / "benchmark.csv") in printed
+    assert printed.startswith("ToyModel, bf16, batch 8\n") or printed.startswith("ToyModel, 32 x 32, bf16, batch 8\n")
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_under_a_launcher_it_measures_ddp_on_all_processes(tmp_path: Path) -> None:
     """A segmentation model needs no data. BatchNorm needs two samples, so the processes cannot share a batch of 3."""
     model = ("--model", "deeplabv3_mobilenet_v3_large", "--image-size", 64, "--batch-size", 3)
-    done = run(*SHORT, *model, "--output", tmp_path, launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
+    printed = python(TEMPLATE, *TORCHRUN, *SHORT, *model, "--output", tmp_path)
     rows = rows_of(tmp_path)
     assert [(row["kind"], row["processes"], row["batch"]) for row in rows] == [(WEAK, "2", "3"), (NO_SYNC, "2", "3")]
     assert all(row["speed_up"] == "" for row in rows), "there is no single process to compare with"
-    assert "data" not in done.stdout.split("Where the time")[1].split("limited by")[0]
+    assert "data" not in printed.split("Where the time")[1].split("limited by")[0]
 
 
 @pytest.mark.slow

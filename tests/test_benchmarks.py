@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from matplotlib.image import imread
+from project_runs import python
 
 import machines
 
@@ -29,11 +30,15 @@ from training import ALL, IN_TURNS, LIMIT, NAIVE, OURS, Bench, Case, RunFailed, 
 from made_up import cifar10, jpegs  # noqa: E402
 
 
-def run(name: str, *options: Any) -> str:
-    command = [sys.executable, str(BENCHMARKS / name), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "COLUMNS": "100"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(name: str, *options: Any, **variables: str) -> str:
+    return python(BENCHMARKS.parent, BENCHMARKS / name, *options, timeout=600, COLUMNS="100", **variables)
+
+
+def cells_of(output: str) -> list[list[str]]:
+    """The rows of the tables, without their heads."""
+    lines = output.splitlines()
+    rows = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if not after.startswith("|--")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if re.match(r"\|[^-]", row)]
 
 
 def test_ratios_are_computed_within_a_repetition() -> None:
@@ -61,6 +66,7 @@ def test_a_failed_repetition_takes_its_partner_out_of_the_ratios() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_the_project_is_compared_with_the_limit_although_another_contestant_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,16 +108,23 @@ def test_a_contestant_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeyp
     """A shell script acts as torchrun. Like a rank, its child is in a session of its own, and ignores SIGTERM."""
     bench = Bench(tmp_path, None, tmp_path)
     (tmp_path / "imagefolder").mkdir()
-    torchrun = tmp_path / "torchrun"
-    rank = f"trap '' TERM; echo $$ > {tmp_path}/pid; echo hanging; sleep 600; exit"
+    torchrun, pid, wait = tmp_path / "torchrun", tmp_path / "pid", training._wait
+    rank = f"trap '' TERM; echo hanging; echo $$ > {pid}; sleep 600; exit"
     torchrun.write_text(f'#!/bin/bash\nsetsid bash -c "{rank}" &\nwait\n'.replace("$$", "\\$\\$"))
     torchrun.chmod(0o755)
+
+    def wait_for_the_rank(process: subprocess.Popen[bytes]) -> str | None:
+        while not (pid.exists() and pid.read_text().endswith("\n")):
+            time.sleep(0.01)
+        return wait(process)
+
+    monkeypatch.setattr(training, "_wait", wait_for_the_rank)
     monkeypatch.setattr(sys, "executable", str(torchrun))
-    monkeypatch.setattr(training, "RUN_TIMEOUT_S", 3)
-    with pytest.raises(RunFailed, match=r"not done within 3 s, see failed-1-tiny-naive\.log"):
+    monkeypatch.setattr(training, "RUN_TIMEOUT_S", 0.5)
+    with pytest.raises(RunFailed, match=r"not done within 0\.5 s, see failed-1-tiny-naive\.log"):
         bench.speed(Case("tiny", "a tiny case", 1, 4, 10, "imagefolder"), NAIVE)
     assert (tmp_path / "failed-1-tiny-naive.log").read_text() == "hanging\n"
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 @pytest.mark.slow
@@ -129,11 +142,7 @@ def test_the_workers_of_a_data_loader_end_with_the_timed_script(tmp_path: Path) 
     options = ["--steps", "6", "--times", tmp_path / "times.json", tmp_path / "contestant.py", "--project", TEMPLATE]
     options += ["--dataset", "imagefolder", "--data-dir", tmp_path / "data", "--batch-size", 4, "--output", tmp_path]
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, BENCHMARKS / "loops" / "timed.py", *options, "--workers", 2]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr
+    run("loops/timed.py", *options, "--workers", 2, **environment)
     assert len(json.loads((tmp_path / "times.json").read_text())["steps"]) == 6
 
 
@@ -152,37 +161,49 @@ def test_no_case_needs_more_steps_than_an_epoch_has(gpus: int) -> None:
         assert all(case.contestants == ALL for case in cases)
 
 
-@pytest.mark.slow
-def test_evaluating_resuming_and_saving_are_measured() -> None:
-    """All results are present, and are numbers. The script exits if a measurement fails."""
-    output = run("beyond_steps.py", "--quick")
-    rows = [line for table in output.split("\n\n")[:3] for line in table.splitlines()[2:]]
-    figures = {}
-    for row in rows:
-        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-        figures[name] = [float(cell.rstrip("%").replace(",", "")) for cell in cells]
-    assert {name: len(values) for name, values in figures.items()} == {
-        "batch 128, 1 process": 3,
-        "batch 128, 2 processes": 3,
+ROWS = {  # of each table: how many numbers they have
+    "evaluation": {"batch 128, 1 process": 3, "batch 128, 2 processes": 3},
+    "resuming": {
         "first batch, data in memory": 3,
         "first batch, image files and workers": 3,
         "first step, from the start of the command": 3,
-        "ToyModel, batch 16, 0.5 MB": 5,
-        "resnet18, batch 2, 89.6 MB": 5,
-    }
-    delays = {name: values.pop(3) for name, values in figures.items() if len(values) == 5}
+    },
+    "saving": {"ToyModel, batch 16, 0.5 MB": 5, "resnet18, batch 2, 89.6 MB": 5},
+}
+
+
+def assert_measured(kind: str) -> None:
+    """All results are present, and are numbers. The script exits if a measurement fails."""
+    found = cells_of(run("beyond_steps.py", "--quick", "--only", kind))
+    figures = {name: [float(cell.rstrip("%").replace(",", "")) for cell in cells] for name, *cells in found}
+    assert {name: len(values) for name, values in figures.items()} == ROWS[kind]
+    delays = [values.pop(3) for values in figures.values() if kind == "saving"]
     assert all(value > 0 for values in figures.values() for value in values), figures
-    assert all(abs(delay) < 10_000 for delay in delays.values()), "a difference of two times, which may be negative"
+    assert all(abs(delay) < 10_000 for delay in delays), "a difference of two times, which may be negative"
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["evaluation", "saving"])
+def test_evaluating_and_saving_are_measured(kind: str) -> None:
+    assert_measured(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
+def test_resuming_is_measured() -> None:
+    assert_measured("resuming")
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
 def test_the_memory_of_each_process_is_measured() -> None:
     """The bytes of weights, gradients and optimizer are counted: with --shard, two processes have half of them each."""
     output = run("shard_memory.py", "--width", 256, "--layers", 2, "--processes", 2)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if "2 processes |" in line]
+    rows = cells_of(output)
     assert [row[0] for row in rows] == ["DDP, 2 processes", "`--shard`, 2 processes"]
     (*ddp, peak, start), (*sharded, their_peak, their_start) = ([int(cell) for cell in row[1:]] for row in rows)
-    number = int(output.split()[0].replace(",", ""))
+    (number,) = (int(found.replace(",", "")) for found in re.findall(r"^([\d,]+) weights", output, re.MULTILINE))
     assert ddp == [round(4 * number / 1e6), round(4 * number / 1e6), round(8 * number / 1e6)]
     assert sharded == pytest.approx([size / 2 for size in ddp], abs=1)
     assert peak > sum(ddp) and their_peak > sum(sharded) and min(start, their_start) > 0
@@ -200,6 +221,7 @@ def test_a_step_is_timed_within_one_turn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_two_versions_take_turns() -> None:
     output = run("versions.py", BENCHMARKS.parent, "--cases", "toy-b16-p1", "--seconds", 4)
     found = re.search(r": (\d\.\d+) \((\d\.\d+) to (\d\.\d+)\), (\d+) pairs$", output)
@@ -207,10 +229,14 @@ def test_two_versions_take_turns() -> None:
 
 
 @pytest.mark.slow
-def test_an_outside_judge_lets_the_project_pass(tmp_path: Path) -> None:
+@pytest.mark.sample(0)
+def test_an_outside_judge_lets_the_project_pass() -> None:
     """At one point of each kind; `python benchmarks/crash_judge.py` tries all of them."""
     printed = run("crash_judge.py", "DDP-1", "--points", 3)
     assert re.search(r"^DDP-1: [34] PASS; [01] points that no kill can cause are left out$", printed, re.M), printed
+
+
+def test_the_outside_judge_fails_if_work_was_lost_or_no_point_passed(tmp_path: Path) -> None:
     work = tmp_path / "pt_1"
     work.mkdir()
     (work / "events.log.rank0").write_text("1\tos.rename\tcheckpoint.pt\t0\n2\topen\tmetrics.jsonl\t1\n")
@@ -222,30 +248,24 @@ def test_an_outside_judge_lets_the_project_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_the_benchmark_of_recovery_measures_each_kind_of_loss() -> None:
     machines.require()
     output = run("recovery.py", "--quick")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines()[2:]]
+    rows = cells_of(output)
     kinds = ["one of two processes", "torchrun on one of two machines", "one of two machines"]
     assert [re.split(r"[,(]", row[0])[0].strip() for row in rows] == kinds, output
     assert all(0 < float(row[2].split()[0]) < 300 for row in rows), output
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_the_costs_of_scale_are_measured(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        Path(training.__file__).with_name("scale.py"),
-        "--quick",
-        "--plot",
-        tmp_path / "scale.png",
-    ]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| [^|]*\d", line)]
+    output = run("scale.py", "--quick", "--plot", tmp_path / "scale.png")
+    rows = cells_of(output)
     kinds = ["2", "1,024", "8,192", "0.062 GB", "0.062 GB"]
-    assert [row[0] for row in rows if row[0][0].isdigit()] == kinds, done.stdout
-    assert [row[1] for row in rows if row[0] == "0.062 GB"] == ["one", "one per rank"], done.stdout
+    assert [row[0] for row in rows if row[0][0].isdigit()] == kinds, output
+    assert [row[1] for row in rows if row[0] == "0.062 GB"] == ["one", "one per rank"], output
     cost = {row[0]: float(row[3].rstrip("%")) for row in rows if row[0] in ("2", "1,024", "8,192")}
     assert 0 < cost["1,024"] <= 0.5 and 0 < cost["8,192"] <= 0.5
     assert (tmp_path / "scale.png").stat().st_size > 10_000

@@ -20,7 +20,7 @@ import pytest
 import torch
 from cookiecutter.main import cookiecutter
 from outputs import free_port
-from project_runs import python, train_in
+from project_runs import python, render_defaults, train_in
 from template_copy import shrink
 
 from ddp.core.errors import ExitCode
@@ -65,15 +65,16 @@ def run(command: str, project: Path) -> str:
         program, *words = shlex.split(command)
         return python(project, *(["-m", "pytest"] if program == "pytest" else []), *words)
     words = ["bash", "-c", command]
-    done = subprocess.run(words, cwd=project, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=project, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project rendered with the defaults."""
-    return Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path_factory.mktemp("rendered"))))
+    """A project rendered with the defaults, but for fewer synthetic data."""
+    project = render_defaults(tmp_path_factory.mktemp("rendered") / "project")
+    return shrink(project, train=640, val=100, test=100)
 
 
 def test_every_piece_of_code_is_found_with_what_it_prints() -> None:
@@ -92,7 +93,7 @@ def test_a_piece_of_code_prints_the_output_below_it(code: str, printed: str) -> 
         return 0
 
     ranks = Ranks(world_size, target)
-    assert ranks.wait(60) == [0] * world_size, ranks.output()
+    assert ranks.wait(600) == [0] * world_size, ranks.output()
     assert sorted(ranks.output().splitlines()) == sorted(printed.splitlines())
 
 
@@ -382,6 +383,7 @@ def test_the_command_of_the_slow_network_is_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_generated_pages_works(command: str, project: Path) -> None:
     said = run(f"{command} {RUN[command].format(list(RUN).index(command))}", project)
@@ -423,7 +425,6 @@ def edited(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (edited / name).write_text(text)
-    shrink(edited, train=640, val=100, test=100)
     options = f"--smoothing 0.5 --ema 0.5 --log-every 1 {TINY}cifar10-ToyModel"
     (said,) = train_in(edited, [2, *options.split()])
     assert "ToyModel, 64,326 weights" in said, "2,320 more than without conv3"
@@ -482,14 +483,16 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
 
 @pytest.mark.slow
 def test_a_run_stops_early_by_the_line_of_the_recipe(edited: Path) -> None:
-    """As soon as the accuracy is enough; the same command then ends at once."""
-    shrink(edited, train=5_000, val=500, test=100)
+    """As soon as the accuracy is enough; the same command then ends at once. Here 0.3 is enough; guessing has 0.1."""
+    source = (edited / "main.py").read_text()
+    assert source.count('.get("accuracy", 0) < 0.9') == 1
+    (edited / "main.py").write_text(source.replace("< 0.9", "< 0.3"))
     output = edited / "runs/early"
-    options = "--dataset synthetic --device cpu --epochs 20"
+    options = "--dataset synthetic --device cpu --batch-size 16 --epochs 40"
     said = run(f"python main.py {options} --output-dir {output}", edited)
     status, metrics = json.loads((output / "status.json").read_text()), (output / "metrics.jsonl").read_text()
     *early, last = [line["accuracy"] for line in map(json.loads, metrics.splitlines()) if line["split"] == "val"]
-    assert last >= 0.9 > max(early) and "done in " in said
+    assert last >= 0.3 and all(each < 0.3 for each in early) and "done in " in said
     assert (status["state"], status["exit_code"], status["epoch"]) == ("done", 0, 1 + len(early))
     run(f"python main.py {options} --output-dir {output}", edited)
     assert (output / "metrics.jsonl").read_text() == metrics
@@ -506,6 +509,7 @@ def test_the_best_weights_are_loaded_by_the_lines_of_the_readme(edited: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_tensorboard_shows_the_curves_of_a_run(edited: Path) -> None:
     (line,) = [line for line in commands(README) if line.startswith("tensorboard")]
     port = free_port()

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from cookiecutter.main import cookiecutter
 from outputs import lines, newest, weights_and_momentum
 from PIL import Image
-from project_runs import python, train_in
+from project_runs import benchmark_of, python, render_defaults, train_in
 from template_copy import shrink
 
 from ddp.checkpoint import storage
@@ -50,7 +50,7 @@ def options_of(text: str) -> list[str]:
 
 def render(name: str, folder: Path) -> Path:
     """A rendered project with the example `name` in it."""
-    project = Path(cookiecutter(str(EXAMPLES.parent), no_input=True, output_dir=str(folder)))
+    project = render_defaults(folder / "project")
     command = [sys.executable, EXAMPLES / "apply.py", name, project]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0 and (project / "EXAMPLE.md").exists(), done.stderr
@@ -59,9 +59,9 @@ def render(name: str, folder: Path) -> Path:
     return project
 
 
-def train(project: Path, *options: Any, code: int = 0) -> str:
+def train(project: Path, *options: Any, code: int = 0, **variables: str) -> str:
     """What main.py prints there."""
-    output = python(project, "main.py", "--device", "cpu", *options, code=code)
+    output = python(project, "main.py", "--device", "cpu", *options, code=code, **variables)
     assert not re.search("ToyModel|cifar10[-:]", output) or (project / "tests/test_toy_model.py").exists()
     return output
 
@@ -86,8 +86,17 @@ def an_evaluation_by_one_process_is_the_same(project: Path, output_dir: Path, *o
 
 # ---- the tasks ------------------------------------------------------------------------------------------------------
 
+TRAININGS: dict[str, Callable[[Path], None]] = {}
 
-def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
+
+def training(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Each of these trains a project in a folder, and looks at what it wrote."""
+    TRAININGS[function.__name__] = function
+    return function
+
+
+@training
+def linear_regression_finds_the_line(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("linear_regression", tmp_path), readme("linear_regression")
     resumes_bit_for_bit(project, tmp_path, *options_of(text))
@@ -95,14 +104,16 @@ def test_linear_regression_finds_the_line(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     weight, bias = map(float, python(project, "-c", block).split())
     assert abs(weight - 2) < 0.05 and abs(bias - 3) < 0.05
-    output = python(project, "benchmark.py", "--device", "cpu", "--nproc", 1, "--seconds", 0.02, "--repeats", 1)
+    output = benchmark_of(project)
     assert output.startswith("Line, fp32, batch 64\n"), "no image, and no ToyModel"
 
 
-def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
+@training
+def the_language_model_learns_a_text(tmp_path: Path) -> None:
     project = render("language_model", tmp_path)
-    resumes_bit_for_bit(project, tmp_path, *options_of(readme("language_model")), "--batch-size", 4)
-    options = ("--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
+    small = ("--width", 64, "--layers", 1)
+    resumes_bit_for_bit(project, tmp_path, *options_of(readme("language_model")), *small, "--batch-size", 4)
+    options = (*small, "--lr", "3e-3", "--batch-size", 8, "--max-steps", 60, "--warmup-epochs", 0.05)
     train_in(project, [2, *options_of(readme("language_model")), *options])
     last = lines(project / "runs/text-Transformer", "val")[-1]
     assert last["bits"] < 5.5, "an untrained model has 8"
@@ -114,7 +125,8 @@ def test_the_language_model_learns_a_text(tmp_path: Path) -> None:
         assert "text.txt is too short: it needs 20 lines" in output and output.count("\n") == 1
 
 
-def test_the_language_model_reads_tokens(tmp_path: Path) -> None:
+@training
+def the_language_model_reads_tokens(tmp_path: Path) -> None:
     """101,000 sequences, whose order is computed: exact on two processes, and each once on three after two."""
     project, folder = render("language_model", tmp_path), tmp_path / "tokens"
     folder.mkdir()
@@ -157,7 +169,8 @@ def test_a_billion_tokens_are_read_as_fast_as_a_thousand(tmp_path: Path) -> None
         module("language_model", "config").Config.parse(["--vocabulary", "9"])
 
 
-def test_images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
+@training
+def images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
     project = render("tar_shards", tmp_path)
     options = options_of(readme("tar_shards"))
     resumes_bit_for_bit(project, tmp_path, *options, "--batch-size", 16)
@@ -196,7 +209,8 @@ def test_images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
     assert re.search(r"more\.tar: byte \d+ begins no image that can be read", refused("7", damaged))
 
 
-def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
+@training
+def the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
     """Its sentences have different lengths, so without loss_terms the training depends on the division."""
     project = render("language_model", tmp_path)
     source = (project / "model.py").read_text()
@@ -208,7 +222,8 @@ def test_the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Pa
         """How far the weights of all runs are from those of the first, and how far the losses that they log."""
         (project / "model.py").write_text(source)
         folders = [tmp_path / name / str(number) for number in range(len(divisions))]
-        common = ("--dataset", "synthetic", "--device", "cpu", "--lr", 3e-4, "--warmup-epochs", 0, "--max-steps", 20)
+        common = ("--dataset", "synthetic", "--device", "cpu", "--lr", 1e-3, "--warmup-epochs", 0, "--max-steps", 20)
+        common += ("--width", 32)
         for (processes, batch_size, passes, *more), folder in zip(divisions, folders, strict=True):
             divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, *more, "--output-dir", folder)
             train_in(project, [processes, *common, "--log-every", 1, *divided])
@@ -266,7 +281,8 @@ def voc(root: Path, train_images: int = 12, val_images: int = 5) -> None:
             mask.save(folder / "SegmentationClass" / f"{name}.png")
 
 
-def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@training
+def voc_segmentation_trains_and_resumes(tmp_path: Path) -> None:
     project = render("voc_segmentation", tmp_path)
     voc(tmp_path / "voc")
     options = ["--data-dir", tmp_path / "voc", "--model", "lraspp_mobilenet_v3_large", "--image-size", 64]
@@ -279,18 +295,23 @@ def test_voc_segmentation_classifies_pixels(tmp_path: Path, monkeypatch: pytest.
     assert last["count"] == 5 and 0 <= last["mean_iou"] <= 1
     an_evaluation_by_one_process_is_the_same(project, output_dir, *options)
     (tmp_path / "voc/VOCdevkit/VOC2012/JPEGImages/val4.jpg").unlink()
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
-    output = train(project, "--data-dir", tmp_path / "voc", "--output-dir", "new", code=3)
+    offline = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nothing listens there
+    output = train(project, "--data-dir", tmp_path / "voc", "--output-dir", "new", code=3, **offline)
     assert "cannot download http" in output and output.endswith("by hand, or try --dataset synthetic\n")
     output = train(project, "--dataset", "synthetic", "--model", "resnet18", "--output-dir", "new", code=2)
     assert "not one of torchvision's segmentation models" in output and output.count("\n") == 1
-    shrink(project, train=400, val=30)
-    train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 3])
-    assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.15, "0.04 is background everywhere"
 
 
-def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
+@pytest.mark.sample(0)
+def test_voc_segmentation_learns_to_classify_pixels(tmp_path: Path) -> None:
+    """With the command of its README, and fewer epochs."""
+    project = shrink(render("voc_segmentation", tmp_path), train=400, val=30)
+    train_in(project, [2, *options_of(readme("voc_segmentation")), "--epochs", 4])
+    assert lines(project / "runs/try", "val")[-1]["mean_iou"] > 0.15, "0.054 is background everywhere"
+
+
+@training
+def the_gan_trains_both_networks(tmp_path: Path) -> None:
     """With the command of its README, then the Python code of its README."""
     project, text = render("gan", tmp_path), readme("gan")  # tests/ports runs its own tests
     shrink(project, train=4_000, val=300, test=30)
@@ -300,15 +321,12 @@ def test_the_gan_trains_both_networks(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     python(project, "-c", block)
     assert Image.open(project / "generated.png").size == (274, 274), "8 x 8 images"
-    output = python(
-        project,
-        *("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 2, "--batch-size", 8),
-        *("--seconds", 0.02, "--repeats", 1),
-    )
+    output = benchmark_of(project, "--dataset", "synthetic", "--batch-size", 8)
     assert output.startswith("DCGAN, 32 x 32, fp32, batch 8\n"), output
 
 
-def test_cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) -> None:
+@training
+def cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) -> None:
     """With the command of its README, and fewer images."""
     project = render("cifar10_speed", tmp_path)
     options = options_of(readme("cifar10_speed"))
@@ -325,12 +343,12 @@ def test_cifar10_speed_learns_and_resumes_bit_for_bit_in_bf16(tmp_path: Path) ->
     newest = max(output_dir.glob("checkpoints/step_*.pt"))
     assert "red.png: class " in python(project, "predict.py", newest, tmp_path / "red.png")
     assert "--test-views 3: must be 1, 2 or 6" in train(project, "--test-views", 3, code=2)
-    command = ("benchmark.py", "--dataset", "synthetic", "--device", "cpu", "--nproc", 1, "--batch-size", 16)
-    output = python(project, *command, "--seconds", 0.02, "--repeats", 1)
+    output = benchmark_of(project, "--dataset", "synthetic", "--batch-size", 16)
     assert output.startswith("Airbench, 32 x 32, fp32, batch 16\n"), output
 
 
-def test_a_loss_of_the_gan_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+@training
+def a_loss_of_the_gan_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     """Of the discriminator, for real or generated images; and of the generator."""
     project = render("gan", tmp_path)
     shrink(project, train=64, val=8, test=8)
@@ -419,12 +437,19 @@ def compare_gradients() -> None:
             assert error < 1e-5, (world_size, passes, error)
 
 
-def test_the_gradients_of_the_gan_are_those_of_one_process_without_ddp(tmp_path: Path) -> None:
+@training
+def the_gradients_of_the_gan_are_those_of_one_process_without_ddp(tmp_path: Path) -> None:
     """With 1 and 2 processes and accumulated gradients. A step would have others if DDP averaged too often or too
     rarely, or if the generator's loss left a gradient in the discriminator."""
     project = render("gan", tmp_path)
     shrink(project, train=64, val=8, test=8)
     python(project, "-c", f"{inspect.getsource(compare_gradients)}\n\ncompare_gradients()")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_an_example_trains(name: str, tmp_path: Path) -> None:
+    TRAININGS[name](tmp_path)
 
 
 def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(template: Path) -> None:
@@ -470,12 +495,14 @@ def test_options_of_another_task_are_refused(name: str, option: str, value: str)
         module(name, "config").Config.parse([option, value])
 
 
-def test_options_of_another_task_are_refused_before_any_process_starts(tmp_path: Path) -> None:
+def test_options_of_another_task_are_refused_before_any_process_starts(
+    tmp_path: Path, sample: Callable[[Sequence[Any], int], list[Any]]
+) -> None:
     name = "linear_regression"
     project = render(name, tmp_path)
     with (project / "model.py").open("a") as file:  # each process imports it
         file.write("\nwith open('processes', 'a') as file:\n    file.write('one ')\n")
-    for option, value in [pair[1:] for pair in FOREIGN_OPTIONS if pair[0] == name]:
+    for option, value in sample([pair[1:] for pair in FOREIGN_OPTIONS if pair[0] == name], 1):
         output = train(project, "--nproc", 2, option, value, code=2)
         assert output.startswith("error: ") and output.count("\n") == 1 and option in output, output
         assert (project / "processes").read_text() == "one ", "main.py has started other processes"

@@ -64,7 +64,7 @@ def tree(folder: Path) -> Tree:
     }
 
 
-def run(*command: object, ok: bool = True, timeout: int = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(*command: object, ok: bool = True, timeout: int = 900, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end. With `ok`, it must succeed; if it fails, the error shows its output."""
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, encoding="utf-8", timeout=timeout, **options
@@ -175,6 +175,7 @@ def test_the_apache_license_is_the_official_text_but_for_the_holder(source: Path
     assert hashlib.sha256(b"\n" + blank.encode()).hexdigest() == APACHE_SHA256
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("typed", "folder"),
     [
@@ -204,6 +205,7 @@ def test_an_odd_slug_becomes_one_plain_folder_inside_the_output(
     assert Requirement(f"{folder}>=0.1").name == folder
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "typed",
     [
@@ -293,6 +295,7 @@ def test_a_refusal_leaves_a_folder_that_was_there_before_untouched(source: Path,
     assert list(tree(tmp_path)) == ["torch/mine.txt"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -393,6 +396,7 @@ def test_the_readme_is_whole_with_any_launchers(chosen: tuple[str, Path]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_a_project_without_launch_scripts_passes_its_own_tests(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -524,6 +528,7 @@ def test_two_projects_in_one_environment_import_their_own_modules(
         for name in ("model.py", "data.py", "config.py", "ddp/__init__.py"):
             with (project / name).open("a", encoding="utf-8") as file:
                 file.write("\n\nprint(__file__)\n")
+        (project / "tests" / "conftest.py").unlink()  # it imports torch
         (project / "tests" / "test_origin.py").write_text(
             "from importlib.util import find_spec\n"
             "from pathlib import Path\n\n"
@@ -550,6 +555,7 @@ def test_two_projects_in_one_environment_import_their_own_modules(
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_uv_resolves_the_project(source: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     project = render(source, tmp_path)
     here = environment | {"UV_PYTHON": sys.executable, "UV_PYTHON_DOWNLOADS": "never"}
@@ -756,6 +762,7 @@ def test_cruft_update_brings_a_change_of_the_template_and_keeps_the_owners_edit_
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "second"), [("all", "slurm"), ("slurm", "all"), ("launch_node.sh only", "kubernetes")]
 )

@@ -23,6 +23,7 @@ def test_without_a_gpu_they_are_skipped_with_a_reason() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_a_cpu_answers_some_of_them_and_the_table_has_them_all() -> None:
     chosen = "data_in_memory or sigterm"
     output = run("cpu", "-k", chosen)

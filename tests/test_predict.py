@@ -57,6 +57,7 @@ def expected(path: Path, config: Config, dataset: Any, files: list[Path]) -> lis
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--ema", 0.5, "--image-size", 48), ("--cache", "decoded")])
 def test_images_in_files_are_classified_as_in_an_evaluation(
     more: tuple[Any, ...], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ def test_images_in_files_are_classified_as_in_an_evaluation(
     assert len({line.partition(": ")[2] for line in printed}) > 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--image-size", "48", "--model", "squeezenet1_1")])
 def test_images_in_memory_are_resized_as_in_an_evaluation(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -193,6 +193,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
 
 @fault(40, 48)
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, expected, first = MISTAKES[mistake]
@@ -203,10 +204,15 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(rehearsed(tmp_path / "exact", "--shard").values())
+def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
+    assert not any(rehearsed(tmp_path, "--shard").values())
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
+def test_a_mistake_in_a_sharded_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_model(WithStatistics)(monkeypatch)
-    found = rehearsed(tmp_path / "statistics", "--shard")
+    found = rehearsed(tmp_path, "--shard")
     assert {name for name, each in found.items() if each} == {RESUMED, *EVALUATED}
     assert found[RESUMED][0].startswith("model: layer.weight differs by ")
 
@@ -215,19 +221,21 @@ def test_a_metric_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Such as the area under a curve without positives: NaN before and after is no difference."""
     compute = model.compute_metrics
     monkeypatch.setattr(model, "compute_metrics", lambda totals: {**compute(totals), "auc": float("nan")})
-    assert not any(rehearsed(tmp_path).values())
+    assert not any(rehearsed(tmp_path, nproc=1).values())
+
+
+GIVEN = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 16)
 
 
 @pytest.mark.slow
 def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -> None:
     project = shrink(copy_template(tmp_path / "project"), train=320, val=130, test=60)
-    given = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 16)
     source = (project / "model.py").read_text()
     remember = "        x, q = self.fc3(x), Q.clone()\n        Q[:] = x[:4].detach() if self.training else q\n"
     remember += "        return x - q.mean(0)\n"
     edited = source.replace("        return self.fc3(x)\n", remember) + "\n\nQ = torch.zeros(4, 10)\n"
     (project / "model.py").write_text(edited)
-    output = python(project, "rehearse.py", "--nproc", 2, "--", *given, code=1, TMPDIR=str(tmp_path))
+    output = python(project, "rehearse.py", "--nproc", 2, "--", *GIVEN, code=1, fork=True, TMPDIR=str(tmp_path))
     (folder,) = tmp_path.glob("rehearsal-*")
     lines = output.splitlines()
     assert lines[:2] == ["ok      trained two epochs with 2 processes", "FAILED  killed and resumed"]
@@ -242,6 +250,15 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     wrong = python(project, "rehearse.py", "--", "--batch-size", 0, code=2)
     assert wrong == "error: --batch-size: '0' must be an integer >= 1; see --help\n"
     (project / "model.py").write_text(source.replace("cross_entropy(outputs, targets)", "cross_entropy(outputs, x)"))
-    failed = python(project, "rehearse.py", "--", *given, code=1, TMPDIR=str(tmp_path))
+    failed = python(project, "rehearse.py", "--", *GIVEN, code=1, fork=True, TMPDIR=str(tmp_path))
     assert "\nNameError: name 'x' is not defined\n" in failed and "Traceback" in failed
     assert failed.splitlines()[-1].startswith("error: a run ended with exit code 1; what it printed is in ")
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
+def test_the_command_starts_new_processes(tmp_path: Path) -> None:
+    project = shrink(copy_template(tmp_path / "project"), train=320, val=130, test=60)
+    output = python(project, "rehearse.py", "--", *GIVEN, TMPDIR=str(tmp_path))
+    assert output.count("ok      ") == 5 and output.splitlines()[-1].startswith("exact: "), output
+    assert not [*tmp_path.glob("rehearsal-*")]

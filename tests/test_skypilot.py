@@ -33,6 +33,7 @@ except jsonschema.ValidationError:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(0)
 def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     shutil.copytree(TEMPLATE / "launch", tmp_path / "launch")
     command = [

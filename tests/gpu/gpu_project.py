@@ -19,7 +19,7 @@ def gpus() -> list[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
 
 
-GPUS = gpus()
+GPUS = gpus() if DEVICE != "cpu" else []
 
 
 class Project:

@@ -12,47 +12,74 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cookiecutter.main import cookiecutter
-from project_runs import python
+from project_runs import benchmark_of, python, render_defaults
+from template_copy import shrink
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PORTS = {path.parent.name: path.parent for path in sorted(HERE.glob("*/model.py"))}
 PORTS["gan"] = REPOSITORY / "examples/gan"  # with a main.py of its own, as sam
 PORTS["language_model"] = REPOSITORY / "examples/language_model"
-# One more test of each project.
+# Appended to the tests of each project.
 QUIET = """
 
-def test_it_prints_nothing_unusual(tmp_path):
-    for world_size in (1, 2):
-        output = train(world_size, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path / str(world_size))
-        assert "done in" in output and "warning" not in output
+def train(*arguments, whole=train, **settings):
+    output = whole(*arguments, **settings)
+    assert "warning" not in output, output
+    return output
+
+
+def test_one_process_trains_and_no_run_prints_a_warning(tmp_path):
+    assert "done in" in train(1, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path)
 """
 # The loss of MoCo rises while its queue fills with harder negatives: the messages of these tests say to delete them.
 NOT_FOR = {"moco_v2": "the_loss_falls or overfit_one_batch"}
 NEEDS = {"timm_vit": "timm", "transformers_bert": "transformers"}
 
+# A smaller model, or no DataLoader workers but in the rehearsal, where these take most of the time.
+SMALLER = {"detection": ("--workers", "0"), "language_model": ("--width", "32", "--layers", "1")}
+
+
+def project_with(port: str, folder: Path) -> Path:
+    """A rendered project with the files of a port, whose tests use small models and check the output."""
+    project = render_defaults(folder / "project")
+    for file in PORTS[port].glob("*.py"):
+        shutil.copy(file, project)
+    (project / "tests/test_toy_model.py").unlink()
+    tests = project / "tests/test_project.py"
+    more = "".join(f', "{word}"' for word in SMALLER.get(port, ()))
+    source, count = re.subn(r"^(OPTIONS = \[.*)\]$", rf"\1{more}]", tests.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    tests.write_text(source + QUIET)
+    return project
+
+
+def passes(project: Path, *tests: str) -> None:
+    tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert re.search(r"\b\d+ passed", tested) and "skipped" not in tested, tested
+
 
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("port", PORTS)
 def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Path) -> None:
     package = NEEDS.get(port)
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make ports")
-    project = Path(cookiecutter(str(REPOSITORY), no_input=True, output_dir=str(tmp_path)))
-    for file in PORTS[port].glob("*.py"):
-        shutil.copy(file, project)
-    (project / "tests/test_toy_model.py").unlink()
+    project = project_with(port, tmp_path)
     # The other tests do not depend on the task; nor do the signal that ends a run, and the start by launch_node.sh.
     left_out = f"not ({NOT_FOR.get(port, '')} or a_stopped_run)".replace("( or ", "(")
-    tests = ["tests", "-k", "not launch_node"] if port == "gan" else ["tests/test_project.py", "-k", left_out]
-    with (project / "tests/test_project.py").open("a") as file:
-        file.write(QUIET)
-    tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
-    assert re.search(r"\b\d+ passed", tested) and "skipped" not in tested, tested
+    passes(project, "tests/test_project.py", "-k", left_out)
     if port in ("detection", "transformers_bert"):  # inputs that are lists, or dictionaries
-        short = ("--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--repeats", "1")
-        assert "samples/s" in python(project, "benchmark.py", "--dataset", "synthetic", *short)
+        assert "samples/s" in benchmark_of(shrink(project, train=320, val=51), "--dataset", "synthetic")
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
+def test_the_other_tests_of_a_project_pass_with_another_main(tmp_path: Path) -> None:
+    """That of the GAN, which has two networks and two optimizers."""
+    others = "not launch_node and (not test_project or a_stopped_run)"
+    passes(project_with("gan", tmp_path), "tests", "-k", others)
 
 
 def test_the_readme_has_the_number_of_lines_of_each_file() -> None:
