@@ -49,7 +49,7 @@ own-tests: $(VENV)/ready
 
 # Programs of others, as the task of a rendered project. `make test` runs them too.
 ports: $(VENV)/ready
-	$(PYTEST) tests/ports $(IN_PARALLEL)
+	$(PYTEST) tests/ports $(IN_PARALLEL) --all
 
 check: lint types
 	$(PYTEST) tests -m 'not slow' $(IN_PARALLEL)
