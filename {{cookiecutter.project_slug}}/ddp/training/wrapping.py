@@ -59,6 +59,7 @@ def choose_algorithms(config: RunConfig) -> None:
 
     With --deterministic, an operation that has no deterministic algorithm raises.
     """
+    warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")  # torch 2.9 prints it here
     torch.set_float32_matmul_precision(config.matmul_precision)
     torch.backends.cudnn.benchmark = not config.deterministic  # try all algorithms for each new shape, keep the fastest
     if config.deterministic:
