@@ -41,7 +41,7 @@ from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.files import hash_source_files, write_status
 from ddp.core.run_config import ELASTIC_VARIABLE
 from ddp.core.signals import LAUNCHER_GONE, SignalHandler, StopSignal, is_alive, stop_error, stop_signal
-from ddp.distributed import process_group
+from ddp.distributed import process_group, store
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
@@ -497,7 +497,7 @@ def test_what_an_older_gloo_prints_about_its_groups_does_not_reach_the_console(
 ) -> None:
     """It prints to descriptor 1, without Python, on each rank. What other threads print there, or an error, remains."""
     monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(RuntimeError, match="no peer"), process_group._quiet_gloo():
+    with pytest.raises(RuntimeError, match="no peer"), store.quiet_gloo():
         os.write(1, "".join(f"{line}\n" for line in (*GLOO, "another")).encode())
         raise RuntimeError("no peer")
     os.write(1, b"later\n")

@@ -24,7 +24,7 @@ from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync
-from ddp.distributed.store import RankInfo, create_store, exchange_rank_info
+from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, quiet_gloo
 from ddp.distributed.tensors import CpuStreams, Stopwatch, map_named, map_tensors, streams_of
 
 log = logging.getLogger(__name__)
@@ -187,11 +187,10 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             unused = torch.accelerator.current_accelerator()  # Apple's mps, or Intel's xpu
             why = "DDP needs gloo on CPUs or NCCL on CUDA devices: training on the CPU"
             log.warning(f"warning: the {unused} device of this machine is not used, because {why}")
-        tree: Any = None
-        with _quiet_gloo():
+        with quiet_gloo():
             _create_group(env, store, device, backend, config.timeout)
-            if env.world_size >= MANY_RANKS:
-                tree = dist.new_group(timeout=timedelta(seconds=config.timeout), backend="gloo")
+            many, timeout = env.world_size >= MANY_RANKS, timedelta(seconds=config.timeout)
+            tree = dist.new_group(timeout=timeout, backend="gloo") if many else None
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
@@ -208,30 +207,6 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         if cause is error:
             raise
         raise cause from None
-
-
-@contextmanager
-def _quiet_gloo() -> Iterator[None]:
-    """Keep away from the console what gloo prints about each group. Delete this when torch 2.11 is the oldest.
-
-    On Linux, it writes `[Gloo] Rank 0 is connected to ...` to descriptor 1. Other lines appear after the block.
-    """
-    if sys.platform != "linux" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
-        yield
-        return
-    with os.fdopen(os.memfd_create("stdout"), "w+b") as printed:
-        console = os.dup(1)
-        sys.stdout.flush()
-        os.dup2(printed.fileno(), 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(console, 1)
-            os.close(console)
-            printed.seek(0)
-            if others := b"".join(line for line in printed if not line.startswith(b"[Gloo] ")):
-                os.write(1, others)
 
 
 def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend: str, timeout: float) -> None:

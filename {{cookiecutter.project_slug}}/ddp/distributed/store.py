@@ -5,10 +5,11 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -186,3 +187,27 @@ def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: Fa
         f"only {env.world_size - len(absent)} of {env.world_size} processes joined at {env.endpoint_text} within "
         f"{monitor.timeout:g} s (--timeout); missing: {numbered('rank', absent)}; start all of them"
     )
+
+
+@contextmanager
+def quiet_gloo() -> Iterator[None]:
+    """Keep away from the console what gloo prints about each group. Delete this when torch 2.11 is the oldest.
+
+    On Linux, it writes `[Gloo] Rank 0 is connected to ...` to descriptor 1. Other lines appear after the block.
+    """
+    if sys.platform != "linux" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+        yield
+        return
+    with os.fdopen(os.memfd_create("stdout"), "w+b") as printed:
+        console = os.dup(1)
+        sys.stdout.flush()
+        os.dup2(printed.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(console, 1)
+            os.close(console)
+            printed.seek(0)
+            if others := b"".join(line for line in printed if not line.startswith(b"[Gloo] ")):
+                os.write(1, others)
