@@ -138,18 +138,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 # Longest first, so that processes that take file by file end at nearly the same time.
 LONG = (
-    "chaos",
-    "nodes",
-    "machines",
-    "ports",
-    "crash_states",
-    "launch",
-    "examples",
-    "slurm",
-    "benchmarks",
-    "ssh",
-    "faults",
-    "collectives",
+    *("crash_states", "ports", "nodes", "machines", "chaos", "benchmarks", "launch", "options", "data", "examples"),
+    *("faults", "ssh", "slurm", "mirror", "generator", "rank_files", "shard_more_faults", "shard", "storage", "resume"),
+    *("owner_code", "recipes", "rehearse", "shard_faults", "documentation", "benchmark", "check", "training"),
 )
 
 
