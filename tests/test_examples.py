@@ -218,8 +218,14 @@ def the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -
     assert count == 1, "dropout draws other numbers for each rank and pass"
     divisions = [(1, 8, 1), (2, 4, 1), (2, 2, 2, "--shard")]
 
+    def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([weight.flatten() for weight in weights.values()])
+
     def distances(name: str, source: str) -> tuple[float, float]:
-        """How far the weights of all runs are from those of the first, and how far the losses that they log."""
+        """How far the weights of all runs are from those of the first, and how far the losses that they log.
+
+        Of all weights together: Adam makes a full step of a gradient that is rounding alone.
+        """
         (project / "model.py").write_text(source)
         folders = [tmp_path / name / str(number) for number in range(len(divisions))]
         common = ("--dataset", "synthetic", "--device", "cpu", "--lr", 1e-3, "--warmup-epochs", 0, "--max-steps", 20)
@@ -232,15 +238,16 @@ def the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -
         assert len(losses[0]) > 20 and len(weights[0]) > 40
         assert losses[0][19] < losses[0][0] - 0.1, "they train"
         return (
-            max((each[key] - weights[0][key]).abs().max().item() for each in weights[1:] for key in weights[0]),
+            max((flat(each) - flat(weights[0])).norm().item() for each in weights[1:]),
             max((each - losses[0]).abs().max().item() for each in losses[1:]),
         )
 
     weights, losses = distances("with", source)
-    assert weights < 1e-4 and losses < 1e-4, (weights, losses)
+    assert losses < 1e-4, losses
     assert source.count("loss_terms") == 2
-    weights, losses = distances("without", source.replace("loss_terms", "unused"))
-    assert weights > 1e-3 and losses > 1e-3, (weights, losses)
+    others, losses = distances("without", source.replace("loss_terms", "unused"))
+    print(weights, others)
+    assert weights < others / 50 and losses > 1e-3, (weights, others, losses)
 
 
 def test_each_line_of_a_text_is_a_sample_and_each_character_a_target_once() -> None:
