@@ -190,7 +190,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         with quiet_gloo():
             _create_group(env, store, device, backend, config.timeout)
             many, timeout = env.world_size >= MANY_RANKS, timedelta(seconds=config.timeout)
-            tree = dist.new_group(timeout=timeout, backend="gloo") if many else None
+            tree: Any = dist.new_group(timeout=timeout, backend="gloo") if many else None
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
