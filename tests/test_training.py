@@ -28,6 +28,7 @@ import pytest
 import torch
 from outputs import checkpoints, lines, newest, weights_and_momentum
 from project_runs import python
+from template_copy import LEAN, TEMPLATE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, nn
@@ -48,8 +49,6 @@ from ddp.training.wrapping import wrap_model
 from faults import fault
 from processes import on_ranks, train
 from small_models import Awkward, build_awkward, build_slow_awkward, build_smooth
-from template_copy import LEAN, TEMPLATE
-
 
 
 def newest_model(output: Path) -> dict[str, torch.Tensor]:
