@@ -427,6 +427,34 @@ def test_the_same_rank_twice_is_refused() -> None:
     assert "rank 0 has already joined at" in ranks.output()
 
 
+@fault(27)
+def test_a_second_rank_0_does_not_disturb_a_run_that_trains(tmp_path: Path) -> None:
+    began, refused = tmp_path / "began", tmp_path / "refused"
+
+    def train(config: Config, env: RankEnv) -> None:
+        with init_distributed(config, env) as ctx:
+            began.touch()
+            wait_for(refused)
+            assert ctx.gather(ctx.monitor.other_failed()) == [None, None]
+
+    def join(rank_env: RankEnv) -> int:
+        if rank_env.rank < 2:
+            return run_as_rank(train, Config.parse([]), replace(rank_env, world_size=2))
+        wait_for(began)
+        code = run_as_rank(train, Config.parse([]), replace(rank_env, rank=0, local_rank=0, world_size=2))
+        refused.touch()
+        return code
+
+    ranks = Ranks(3, join)
+    assert ranks.wait() == [0, 0, 3], ranks.output()
+    assert "rank 0 has already joined at" in ranks.output(2) and not ranks.output(0) + ranks.output(1)
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("absent", "joined", "missing"), [((2,), 3, "rank 2"), ((1, 3), 2, "ranks 1 and 3")], ids=["one", "two"]
@@ -979,8 +1007,8 @@ def test_ranks_with_different_code_learn_which_file_differs(tmp_path: Path) -> N
 @pytest.mark.parametrize("has, lacks", [(0, 1), (1, 0), (2, 0)])
 def test_a_file_that_one_rank_alone_has_is_named_with_that_rank(has: int, lacks: int, tmp_path: Path) -> None:
     for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
-        for name in ("launch_node.sh", "main.py", *(["extra.py"] if rank == has else [])):
+        (tmp_path / str(rank) / "ddp" / "core").mkdir(parents=True)
+        for name in ("launch_node.sh", "ddp/__init__.py", *(["ddp/core/extra.py"] if rank == has else [])):
             (tmp_path / str(rank) / name).touch()
         (tmp_path / str(rank) / ".#main.py").symlink_to("me@host.1:2")  # the lock of an editor
 
@@ -991,7 +1019,7 @@ def test_a_file_that_one_rank_alone_has_is_named_with_that_rank(has: int, lacks:
     ranks = Ranks(3, lambda env: run_as_rank(compare, Config.parse([]), env))
     assert ranks.wait(30) == [3, 3, 3], ranks.output()
     remedy = "start all ranks with the same options, code and data"
-    expected = f"error: the file extra.py exists on rank {has} but not on rank {lacks}: {remedy}\n"
+    expected = f"error: the file ddp/core/extra.py exists on rank {has} but not on rank {lacks}: {remedy}\n"
     assert ranks.output() == expected
 
 

@@ -417,6 +417,33 @@ def test_the_status_of_a_run_whose_rank_0_was_killed_says_so(project: Path) -> N
 
 
 @fault(1, 29)
+def test_the_status_of_a_run_whose_nodes_do_not_meet_again_says_so(two: list[Machine], project: Path) -> None:
+    """Rank 0 was killed, and node 1 comes back with other options."""
+    out = project / "out"
+    out.mkdir()
+    do = f"""
+if rank == 0:
+    status = dict(state="running", step=5, pid=os.getpid(), host=os.uname().nodename, message="")
+    (pathlib.Path({str(out)!r}) / "status.json").write_text(json.dumps(status))
+meet()
+{UNTIL_RELEASED}
+die()
+"""
+    options = ["--", "--output-dir", out]
+    nodes = [node(machine, rank, project, do, *options) for rank, machine in enumerate(two)]
+    for program, rank in zip(nodes, range(2), strict=True):
+        program.until(f"rank {rank} of 2")
+    nodes[1].signal(signal.SIGKILL)
+    (project.parent / "released").touch()
+    nodes[0].until("waiting for node 1")
+    nodes[1] = node(two[1], 1, project, do, *options, "--epochs", 2)
+    assert [program.wait() for program in nodes] == [3, 3], [program.output() for program in nodes]
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 3, 5)
+    assert "do not agree: --epochs is 10 and 2" in status["message"]
+
+
+@fault(1, 29)
 def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list[Machine], project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN)\nif turn == 1 and rank == 1: die()\n"
     do += "if turn == 1: meet(); time.sleep(0.5); end(8, cause=False, saved=3)"
