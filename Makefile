@@ -23,9 +23,9 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-# Tests wait for half of their time, so two cores carry four workers. Distribute whole files, because the tests of a
+# Tests wait for half of their time, so two cores carry five workers. Distribute whole files, because the tests of a
 # file share what they render or start.
-IN_PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := --numprocesses 5 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all own-tests ports check lint types bench versions versions-oldest versions-middle versions-newest gpu
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -668,6 +669,7 @@ def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkey
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # of an earlier test
     options = read_by_workers(tmp_path)
     remedy = f"DataLoader workers open sockets in {long}: set TMPDIR to a shorter path"
     ranks = start(1, *options)

@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import PIL.Image
+import psutil  # noqa: F401
+import tensorboard.plugins.hparams.metadata  # noqa: F401
 import torch
-import torch._dynamo  # every DDP imports these two: imported here, they load once, and not in each rank
+import torch._dynamo
+import torch.utils.serialization
 import torch.utils.tensorboard
 
 from config import Config
@@ -28,6 +32,7 @@ from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.run import Run
 
+PIL.Image.init()  # as the imports above that nothing here uses: once, and not in each rank
 torch.set_num_threads(1)  # a thread pool of the parent would not survive the fork
 
 
@@ -39,7 +44,6 @@ class Ranks:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         gc.freeze()  # a garbage collection in a rank writes to, and so copies, all memory that it shares with the test
         self.pids = [self._fork(rank, world_size, target) for rank in range(world_size)]
-        gc.unfreeze()
         self.codes: list[int] = []  # the exit codes of the ranks that `wait` has waited for
 
     def _fork(self, rank: int, world_size: int, target: Callable[[RankEnv], int]) -> int:
