@@ -22,6 +22,7 @@ import pytest
 from template_copy import TEMPLATE, copy_template, shrink
 
 from machines import Program, machines
+from needs import need
 from sshd import Network, reachable
 from test_nodes import FOR_EVER, STUB
 
@@ -122,6 +123,8 @@ def until_nothing_runs(net: Network, timeout: float = 60) -> None:
 def test_what_cannot_work_is_refused_in_one_line_before_any_host_is_asked(
     tmp_path: Path, lines: list[str], arguments: list[Any], says: str
 ) -> None:
+    if "cannot reach" in says:
+        need("ssh")  # which says what its configuration makes of a name
     file = tmp_path / "hosts"
     file.write_text("\n".join(lines))
     line = refused(file, *arguments)
