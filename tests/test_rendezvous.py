@@ -360,6 +360,12 @@ def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
     for first, restart in ((range(4), False), ((0, 1, 2), True)):  # at the start of a run, and after a loss
         answers, printed = start(first, *two, grace=1.0, restart=restart)
         assert answers == [[0, 2]] * 2 and absent in printed
+    endpoint = replace(free_endpoint(), restart=True, elastic=True)
+    early = [in_thread(join, info, endpoint, range(4)) for info in two]
+    time.sleep(2)  # longer than for those that were not in the last round
+    late = [in_thread(join, node(rank), endpoint, range(4)) for rank in (1, 3)]
+    assert [future.result(60) for future in (*early, *late)] == [[0, 1, 2, 3]] * 4
+    capfd.readouterr()
     before = time.monotonic()  # those that were not in the last round are not waited for as long
     assert start((0, 2), *two) == ([[0, 2]] * 2, "")
     assert time.monotonic() - before < 40
