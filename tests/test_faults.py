@@ -750,7 +750,6 @@ def test_a_rank_that_fails_before_it_connects_tells_the_others(tmp_path: Path) -
     assert "rank 0 is exiting because rank 1 failed" in ranks.output()
 
 
-@pytest.mark.sample(0)
 @fault(14)
 def test_a_rank_that_exits_early_is_named(small: None, tmp_path: Path) -> None:
     def exit_early(rank: int, number: int) -> None:
