@@ -907,6 +907,13 @@ def test_processes_of_nproc_save_and_exit_if_their_parent_is_killed_and_not_for_
     assert "Traceback" not in run.log()
 
 
+@fault(1)
+def test_a_killed_rank_of_nproc_is_no_stop_although_the_others_stop() -> None:
+    """They were asked to, because it was killed."""
+    ended: list[Any] = [SimpleNamespace(pid=1, exitcode=-9), SimpleNamespace(pid=2, exitcode=75)]
+    assert SpawnedRanks(ended).exit_code(SignalHandler()) == 8
+
+
 @pytest.mark.slow
 @fault(9, 10)
 def test_ctrl_c_twice_ends_nproc_at_once_with_all_its_processes(small: None, tmp_path: Path) -> None:
