@@ -96,7 +96,7 @@ sys.path[:0] = [".", sys.argv[1]]
 import rehearse
 from config import Config
 from processes import fork
-found = rehearse.checks(Config.parse(sys.argv[2:]), 2, Path("rehearsal").resolve(), fork)
+found = rehearse.Rehearsal(Config.parse(sys.argv[2:]), 2, Path("rehearsal").resolve(), fork).checks()
 print(json.dumps({name: each for name, each, _ in found}))
 """
 
@@ -105,7 +105,7 @@ def rehearsed(project: Path, *options: Any) -> list[str]:
     """All that rehearse.py finds with two processes."""
     words = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--lr", 0.1, *options]
     found = json.loads(python(project, "-c", REHEARSAL, TESTS, *words).splitlines()[-1])
-    assert len(found) == 5
+    assert len(found) == 8
     return [each for check in found.values() for each in check]
 
 
@@ -218,12 +218,13 @@ def several_losses(tmp_path: Path) -> None:
 
 @recipe
 def class_weights(tmp_path: Path) -> None:
-    """Of equal classes one counts five times, so the model says it more often at first."""
+    """Of equal classes one counts five times, so the model says it more often. Any number of ranks trains alike."""
     plain, weighted = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Class weights"))
     for project in (plain, weighted):
         run(project, 1, "--max-steps", 1)
     losses = [lines(project / "runs/x", "val")[0]["loss"] for project in (plain, weighted)]
     assert losses[0] != losses[1]
+    assert rehearsed(weighted) == []
 
 
 @recipe
@@ -239,9 +240,14 @@ def mixup(tmp_path: Path) -> None:
 
 @recipe
 def a_schedule(tmp_path: Path) -> None:
-    project = project_with(tmp_path, *edits("A schedule of your own"))
-    run(project, 1, "--epochs", 3, "--log-every", 8)
-    assert [line["lr"] for line in lines(project / "runs/x", "train")] == pytest.approx([0.03, 0.003, 0.0003])
+    """A plateau resumes exactly; one cycle rises and falls."""
+    project = project_with(tmp_path, *edits("A schedule of your own"), ("model.py", "-waited == 2\n+waited == 1\n"))
+    assert_resumes(project, "--lr", 100)  # too high: the loss gets no better
+    assert lines(project / "runs/x", "train")[-1]["lr"] == 100
+    edit = "-task.Plateau\n+task.OneCycle\n"
+    run(apply(project, ("main.py", edit)), 1, "--epochs", 3, "--log-every", 8, "--output-dir", "runs/z")
+    rates = [line["lr"] / 0.03 for line in lines(project / "runs/z", "train")]
+    assert rates == pytest.approx([(8 - 0.5) / 24 / 0.3, (24 - 15.5) / 24 / 0.7, (24 - 23.5) / 24 / 0.7])
 
 
 @recipe
@@ -375,7 +381,7 @@ def blocks(tmp_path: Path) -> None:
 
 EXTRA_STATE = """
          self.fc3 = nn.Linear(84, classes)
-+        self.seen = {"batches": 0}
++        self.seen = {"steps": 0}
 @@
 +    def get_extra_state(self) -> Any:
 +        return self.seen
@@ -385,11 +391,11 @@ EXTRA_STATE = """
 +
      def forward(self, images: Tensor) -> Tensor:
 @@
-         if self.training:
-+            self.seen["batches"] += 1
+-        return self.fc3(x) - self.queue.mean(0)
++        return (self.fc3(x) - self.queue.mean(0)) * (1 + 0.01 * self.seen["steps"])
 @@
--        return x - center
-+        return (x - center) * (1 + 0.01 * self.seen["batches"])
++        self.seen["steps"] += 1
+         for outputs in passes:
 """.lstrip()
 
 
@@ -400,7 +406,7 @@ def a_queue(tmp_path: Path) -> None:
     assert rehearsed(project, "--ema", 0.9) == []
     saved = storage.read(newest(project / "rehearsal/killed"))
     for part in ("model", "ema"):
-        assert saved[part]["_extra_state"] == {"batches": 16} and saved[part]["queue"].count_nonzero() == 2560
+        assert saved[part]["_extra_state"] == {"steps": 16} and saved[part]["queue"].count_nonzero() == 2560
 
 
 @recipe
@@ -412,7 +418,7 @@ def a_mean_teacher(tmp_path: Path) -> None:
     assert saved["teacher.n_averaged"] == 16
     assert not torch.equal(saved["teacher.module.fc1.weight"], saved["student.fc1.weight"])
     counts = [saved[f"{part}.fc2.1.num_batches_tracked"] for part in ("student", "teacher.module")]
-    assert counts == [16, 15], "the teacher's BatchNorm counts no batch of its own: it is in evaluation mode"
+    assert counts == [16, 16], "the teacher's BatchNorm counts no batch of its own: it is in evaluation mode"
 
 
 ORDER = """

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rehearse
 import torch
+import torch.nn.functional as F
 from project_runs import python
 from template_copy import changed_main, copy_template, shrink
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import data
+import images
 import main
 import model
 from config import Config
+from ddp.checkpoint.compare import metrics_lines
 from ddp.data.dataset import Datasets
 from faults import fault
 from processes import fork
@@ -32,12 +37,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def rehearsed(folder: Path, *options: str, nproc: int = 2) -> dict[str, list[str]]:
+def rehearsal(folder: Path, *options: str, nproc: int = 2, steps: int = 8) -> rehearse.Rehearsal:
+    return rehearse.Rehearsal(Config.parse([*OPTIONS, *options]), nproc, folder, fork, steps)
+
+
+def rehearsed(folder: Path, *options: str, nproc: int = 2, steps: int = 8) -> dict[str, list[str]]:
     """What each check finds."""
-    return {name: found for name, found, _ in rehearse.checks(Config.parse([*OPTIONS, *options]), nproc, folder, fork)}
+    return {name: found for name, found, _ in rehearsal(folder, *options, nproc=nproc, steps=steps).checks()}
 
 
-RESUMED, WORKERS = "killed and resumed", "0 and 1 DataLoader workers"
+RESUMED, WORKERS, MIDDLE = (
+    "killed twice and resumed",
+    "0 and 2 DataLoader workers",
+    "evaluated in the middle of an epoch",
+)
 EVALUATED = ["evaluated by 1 new process", "evaluated by 2 new processes"]
 
 
@@ -217,6 +230,207 @@ def test_a_mistake_in_a_sharded_run_is_named(tmp_path: Path, monkeypatch: pytest
     assert found[RESUMED][0].startswith("model: layer.weight differs by ")
 
 
+# ---- a divided batch -------------------------------------------------------------------------------------------------
+
+
+def divisions(folder: Path, *options: str) -> dict[str, list[str]]:
+    """What the checks find for 2 passes and for 2 processes, with what they say after the name of the division."""
+    found = {name: each for name, each, _ in rehearsal(folder, *options).divisions()}
+    return {name.partition("samples in ")[2]: each for name, each in found.items()}
+
+
+PASSES, PROCESSES = "2 passes: the weights of 1 pass", "2 processes: the weights of 1 pass"
+
+
+def with_class_weights(patch: pytest.MonkeyPatch) -> None:
+    weights = torch.tensor([9.0, *[1.0] * 9])
+    patch.setattr(model, "compute_loss", lambda out, y, config: F.cross_entropy(out, y, weight=weights.to(out)))
+
+
+def with_two_means(patch: pytest.MonkeyPatch) -> None:
+    """One over all samples, and one over those of class 0."""
+
+    def loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
+        first = targets == 0
+        return F.cross_entropy(outputs, targets) + outputs[first].square().sum() / first.count_nonzero().clamp(min=1)
+
+    patch.setattr(model, "compute_loss", loss)
+
+
+class Recurrent(Small):
+    """A state in a buffer, from the last sample of each pass."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.register_buffer("carried", torch.zeros(10))
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        carried = self.carried.clone()
+        if self.training:
+            self.carried.copy_(outputs[-1].detach())
+        return carried
+
+
+class Teacher(Small):
+    """It moves in each forward pass."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3 * 32 * 32, 10).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.slow.weight.lerp_(self.layer.weight.detach(), 0.1)
+        return super().forward(images) - 0.1 * self.slow(images.flatten(1))
+
+
+class Batchwise(Small):
+    def shift(self, outputs: Tensor) -> Tensor:
+        return F.batch_norm(outputs, None, None, training=True)  # no module, and so not known
+
+
+NOT_THE_MEAN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
+    "class weights": (with_class_weights, {PASSES, PROCESSES}),
+    "two means": (with_two_means, {PASSES, PROCESSES}),
+    "a carried state": (with_model(Recurrent), {PASSES, PROCESSES}),
+    "a teacher that moves in each pass": (with_model(Teacher), {PASSES}),
+    "statistics of the batch": (with_model(Batchwise), {PASSES, PROCESSES}),
+}
+
+
+@fault(48)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", NOT_THE_MEAN)
+def test_a_step_that_is_not_the_mean_over_the_global_batch_is_found(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, expected = NOT_THE_MEAN[mistake]
+    make(monkeypatch)
+    found = divisions(tmp_path)
+    assert {name for name, each in found.items() if each} == expected, found
+    for name in expected:
+        assert re.fullmatch(r".* and others differ by [\d.e-]+ of the update of step [13]", found[name][0])
+
+
+class ByDesign(Small):
+    """BatchNorm, dropout and noise."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        noise = torch.randn_like(outputs) if self.training else torch.zeros_like(outputs)
+        return self.norm(F.dropout(outputs, training=self.training)) + 0.1 * noise
+
+
+class Mixed(images.ImagesInMemory):
+    def mix(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return (inputs + inputs[torch.randperm(len(inputs))]) / 2, targets
+
+
+@pytest.mark.slow
+def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_model(ByDesign)(monkeypatch)
+    monkeypatch.setattr(data, "ImagesInMemory", Mixed)
+    found = divisions(tmp_path)
+    assert not any(found.values()), found
+    for name in found:
+        assert re.search(r"1 pass \(but [\d.]+ of the update, for mix and BatchNorm and random numbers\)$", name), name
+
+
+@pytest.mark.slow
+def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Single(Small):
+        def shift(self, outputs: Tensor) -> Tensor:
+            return outputs @ torch.eye(10, dtype=torch.float32)
+
+    with_model(Single)(monkeypatch)
+    assert divisions(tmp_path / "right") == {PASSES: [], PROCESSES: []}
+    assert (tmp_path / "right/undivided/weights_3.pt").exists()
+    with_class_weights(monkeypatch)
+    assert all(divisions(tmp_path / "wrong").values())
+
+
+def test_a_loss_that_compares_samples_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
+    ((name, found, _),) = rehearsal(tmp_path).divisions()
+    assert "LOSS_COMPARES_SAMPLES" in name and not found and not [*tmp_path.iterdir()]
+
+
+# ---- more of a run ---------------------------------------------------------------------------------------------------
+
+
+class CopiedSeldom(Small):
+    """A target network as a plain attribute, which is copied every 20 steps."""
+
+    passes, target = 0, 0.0
+
+    def shift(self, outputs: Tensor) -> Tensor | float:
+        if self.training:
+            self.passes += 1
+            if self.passes % 20 == 0:
+                self.target = outputs.mean().item()
+        return outputs * self.target
+
+
+@pytest.mark.slow
+def test_more_steps_show_what_changes_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 32 * 24, "val": 130, "test": 60})
+    with_model(CopiedSeldom)(monkeypatch)
+    assert rehearsed(tmp_path, steps=24)[RESUMED]
+
+
+class Averaging(torch.optim.SGD):
+    """Measured weights are another half: as a schedule-free optimizer, it has a mode for evaluations."""
+
+    def eval(self) -> None:
+        self._scale(0.5)
+
+    def train(self) -> None:
+        self._scale(2.0)
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.mul_(factor)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_saved_in_another_mode_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an epoch is saved in the mode in which it is measured; the middle is not."""
+    monkeypatch.setattr(model, "build_optimizer", lambda net, config: Averaging(net.parameters(), lr=0.1))
+    epoch = "            ddp_model.train()\n"
+    end = "            run.end_epoch("
+    edits = {
+        epoch: f"{epoch}            if run.state.step: optimizer.train()\n",
+        end: f"            optimizer.eval()\n{end}",
+    }
+    monkeypatch.setattr(main, "main", changed_main(edits))
+    found = rehearsed(tmp_path)
+    assert found[MIDDLE] and not any(found[name] for name in EVALUATED), found
+
+
+@pytest.mark.slow
+def test_the_samples_of_an_evaluation_are_from_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a set that is sorted by class, the first few would have one class."""
+    load = data.load_datasets
+
+    def sorted_by_class(config: Config) -> Datasets:
+        found = load(config)
+        return replace(found, val=Subset(found.val, found.val.targets.argsort().tolist()))
+
+    monkeypatch.setattr(main, "load_datasets", sorted_by_class)
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 640, "test": 60})
+    totals, compute = model.batch_totals, model.compute_metrics
+    with_targets = lambda loss, out, y: totals(loss, out, y) | {"targets": y.tolist()}  # noqa: E731
+    monkeypatch.setattr(model, "batch_totals", with_targets)
+    monkeypatch.setattr(model, "compute_metrics", lambda sums: {**compute(sums), "classes": len({*sums["targets"]})})
+    whole = rehearsal(tmp_path).run("whole", partial(rehearse.whole_run, 0))
+    (line, _) = (line for line in metrics_lines(whole) if line["split"] == "val")
+    assert line["count"] == 8 * 16 - 1 and line["classes"] == 10
+
+
 def test_a_metric_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the area under a curve without positives: NaN before and after is no difference."""
     compute = model.compute_metrics
@@ -238,11 +452,11 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     output = python(project, "rehearse.py", "--nproc", 2, "--", *GIVEN, code=1, fork=True, TMPDIR=str(tmp_path))
     (folder,) = tmp_path.glob("rehearsal-*")
     lines = output.splitlines()
-    assert lines[:2] == ["ok      trained two epochs with 2 processes", "FAILED  killed and resumed"]
+    assert lines[:2] == ["ok      trained two epochs with 2 processes", "FAILED  killed twice and resumed"]
     assert lines[2].startswith("        model: conv1.weight differs by ")
     assert lines[3].startswith("        metrics.jsonl: train of step 10: loss is ")
     assert "usual causes:" in output and "use a buffer, the optimizer's state_dict(), or a field of Training" in output
-    assert "ok      0 and 1 DataLoader workers" in lines
+    assert "ok      0 and 2 DataLoader workers" in lines
     assert "FAILED  evaluated by 1 new process\n        val loss is " in output
     assert lines[-1] == f"not exact; what the runs printed and wrote is in {folder}"
     assert "resuming from" in (folder / "killed/output").read_text()
@@ -260,5 +474,5 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
 def test_the_command_starts_new_processes(tmp_path: Path) -> None:
     project = shrink(copy_template(tmp_path / "project"), train=320, val=130, test=60)
     output = python(project, "rehearse.py", "--", *GIVEN, TMPDIR=str(tmp_path))
-    assert output.count("ok      ") == 5 and output.splitlines()[-1].startswith("exact: "), output
+    assert output.count("ok      ") == 8 and output.splitlines()[-1].startswith("exact: "), output
     assert not [*tmp_path.glob("rehearsal-*")]

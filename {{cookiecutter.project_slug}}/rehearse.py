@@ -1,9 +1,10 @@
 """Prove that this project, with your edits, resumes and evaluates exactly: after an edit, and before a long run.
 
-    python rehearse.py [--nproc 2] -- OPTIONS of main.py
+    python rehearse.py [--nproc 2] [--steps 8] -- OPTIONS of main.py
 
-In a temporary directory, it trains two epochs of at most eight steps; does so again, is killed in the middle of an
-epoch, and resumes; trains with a DataLoader worker instead of none; and evaluates the checkpoint in new processes.
+In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
+epoch, and resumes; trains with two DataLoader workers instead of none; evaluates checkpoints in new processes; and
+divides a global batch in three ways, which must give the same weights.
 """
 
 import json
@@ -11,29 +12,38 @@ import math
 import os
 import shutil
 import signal
-import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Subset
 
 import main as project
+import model as task
 from config import Config
 from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.core.errors import ExitCode, UserError, plural
+from ddp.data.dataset import BatchDataset
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import Shuffled
+from ddp.distributed.shards import whole as whole_tensor
+from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
+COMPARED = (1, 3)  # steps after which the weights of different divisions are compared
+LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
 KEEP = [
     "state that no checkpoint holds: use a buffer, the optimizer's state_dict(), or a field of Training in main.py",
     "random numbers from a generator of your own: seed it with torch.initial_seed() in each call",
@@ -44,20 +54,26 @@ RESUME = [
     "rounding, on GPUs and with more than two processes: pass --deterministic",
 ]
 EVALUATE = [*KEEP, "a metric that is no sum over samples; a loss that depends on the batch: pass --eval-batch-size"]
+DIVIDE = [
+    "a loss that is a mean over tokens, nodes or weights, and not over samples: define loss_terms in model.py",
+    "a buffer or another state that changes in each forward pass, or on one rank: see 'A queue' in docs/recipes.md",
+    "random numbers of random or numpy in the model or the loss: use those of torch",
+    "a loss that compares the samples of a batch: write LOSS_COMPARES_SAMPLES = True in model.py to skip this check",
+]
 
 
-def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
-    """main.main as one rank, with few steps and batches. kill: with SIGKILL, in the second epoch."""
+def rehearsed_main(steps: int, inside: Callable[[Path], None], config: Config, rank_env: Any) -> None:
+    """main.main as one rank, with few samples. `inside` is called first, with the output directory: it patches more."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    init_train, init_eval, resume, advance = TrainLoader.__init__, EvalLoader.__init__, Run.resume, Run.advance
+    init_train, init_eval = TrainLoader.__init__, EvalLoader.__init__
 
     def limit_train(loader: Any, *arguments: Any) -> None:
         init_train(loader, *arguments)
-        order, length, limit = loader.order, loader.sampler.length, STEPS * loader.global_batch
+        order, length, limit = loader.order, loader.sampler.length, steps * loader.global_batch
         loader.sampler.length = lambda epoch: min(length(epoch), limit)
         if type(order) is Shuffled:  # the same samples in each epoch, from all parts of the data
             few = Shuffled(min(limit, loader.length), order.seed)
@@ -65,76 +81,227 @@ def few_steps(kill: bool, config: Config, rank_env: Any) -> None:
 
     def limit_eval(loader: Any, *arguments: Any) -> None:
         init_eval(loader, *arguments)
-        loader.length = min(loader.length, STEPS * loader.chunk_size - 1)
+        limit = min(loader.length, steps * loader.chunk_size - 1)  # from all parts of the data
+        loader.dataset = Subset(loader.dataset, [number * loader.length // limit for number in range(limit)])
+        loader.length = limit
+
+    patch.multiple(TrainLoader, __init__=limit_train).start()
+    patch.multiple(EvalLoader, __init__=limit_eval).start()
+    inside(folder)
+    project.main(config, rank_env)
+
+
+def whole_run(killed_in: int, folder: Path) -> None:
+    """Patch a run: killed with SIGKILL in this epoch, counted from 1; 0: not at all."""
+    resume, advance, log_eval = Run.resume, Run.advance, Run.log_eval
 
     def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
-        models = [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
-        names = {id(weight): name for model in models for name, weight in model.named_parameters()}
+        names = {id(weight): name for model in models_of(training) for name, weight in model.named_parameters()}
         groups = {name: part.param_groups for name, part in vars(training).items() if hasattr(part, "param_groups")}
         of = {part: [names.get(id(each)) for group in groups[part] for each in group["params"]] for part in groups}
         run.ctx.on_main((folder / "names").write_text, json.dumps(of))
 
     def advance_and_die(run: Any) -> None:
         advance(run)
-        if kill and run.state.step == run.log.steps_per_epoch + min(SAVED_EVERY - 1, run.log.steps_per_epoch):
+        length = run.log.steps_per_epoch
+        after = {1: SAVED_EVERY + 2, 2: SAVED_EVERY - 1}.get(killed_in, 0)  # steps of the epoch
+        if run.state.step == (killed_in - 1) * length + min(after, length):
             run.checkpoints.writer.done.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write_metrics(run: Any, metrics: Any, loader: Any) -> None:
+    def log_and_write_metrics(run: Any, metrics: Any, loader: Any) -> None:
+        log_eval(run, metrics, loader)
         run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics))
 
-    changed: list[Any] = [(TrainLoader, "__init__", limit_train), (EvalLoader, "__init__", limit_eval)]
-    changed += [(Run, "resume", resume_and_write_names), (Run, "advance", advance_and_die)]
-    for kind, name, function in [*changed, *[(Run, "log_eval", write_metrics)] * config.evaluate]:
-        setattr(kind, name, function)
-    project.main(config, rank_env)
+    patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
 
 
-def checks(config: Config, nproc: int, folder: Path, start: Start = spawn) -> Iterator[Check]:
-    """Each check, when it is done. Raises UserError if a run ends in another way than it should."""
-    config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
-    config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
-    config.mirror = None  # it holds the real run
-    config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
+def models_of(training: Any) -> list[torch.nn.Module]:
+    return [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
 
-    def run(name: str, nproc: int = nproc, kill: bool = False, **changes: Any) -> Path:
-        output_dir = folder / name
+
+# ---- the same global batch, divided ---------------------------------------------------------------------------------
+
+
+class Constants(TorchDispatchMode):
+    """Torch's random numbers are constants, so that they are the same for each sample in any batch."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, results = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in function.tags or "attention" in name:
+            return results
+        self.drawn = True
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(results[1])
+        if name == "randperm":
+            return results.copy_(torch.arange(len(results)))
+        return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
+
+
+def one_update(dtype: str, plain: bool, folder: Path) -> None:
+    """Patch a run that writes its weights before and after steps, and ends. `dtype`: of weights and inputs.
+
+    plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
+    """
+    torch.set_default_dtype(getattr(torch, dtype))
+    batches, resume, advance, constants = TrainLoader._batches, Run.resume, Run.advance, Constants()
+    by_design: dict[str, bool] = {}
+
+    def cast_batches(loader: Any, *where: int) -> Iterator[Any]:
+        by_design["mix"] = type(loader.hooks).mix is not BatchDataset.mix
+        if plain:
+            patch.multiple(type(loader.hooks), mix=BatchDataset.mix).start()
+        for batch in batches(loader, *where):
+            yield map_tensors(batch, lambda each: each.to(getattr(torch, dtype)) if each.is_floating_point() else each)
+
+    def write(run: Any) -> None:
+        weights = {f"{number}.{name}": whole_tensor(weight).detach() for number, name, weight in run.weights}
+        run.ctx.on_main(torch.save, weights, folder / f"weights_{run.state.step}.pt")
+        run.ctx.on_main((folder / "by_design").write_text, json.dumps([text for text in by_design if by_design[text]]))
+
+    def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
+        resume(run, train_loader, training)
+        models = models_of(training)
+        run.weights = [(i, name, weight) for i, model in enumerate(models) for name, weight in model.named_parameters()]
+        norms = [part for model in models for part in model.modules() if "BatchNorm" in type(part).__name__]
+        by_design["BatchNorm"] = bool(norms)
+        write(run)
+        if plain:
+            for norm in norms:
+                norm.eval().train = lambda mode=True, norm=norm: norm
+            constants.__enter__()
+
+    def advance_and_write(run: Any) -> None:
+        by_design["random numbers"] = constants.drawn
+        advance(run)
+        if run.state.step in COMPARED:
+            write(run)
+        if run.state.step == max(COMPARED):
+            os._exit(0)
+
+    patch.multiple(TrainLoader, _batches=cast_batches).start()
+    patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
+
+
+def update_differences(one: Path, other: Path, limit: float) -> tuple[float, list[str]]:
+    """By which part of the update the weights of two runs differ, at most; and a text, if that is above `limit`."""
+    before, largest = torch.load(one / "weights_0.pt"), 0.0
+    for step in COMPARED:
+        files = [folder / f"weights_{step}.pt" for folder in (one, other)]
+        if not all(file.exists() for file in files):  # the run was too short
+            break
+        first, second = map(torch.load, files)
+        apart = {name: (second[name].double() - weight.double()).norm().item() for name, weight in first.items()}
+        update = math.hypot(*((weight.double() - before[name].double()).norm() for name, weight in first.items()))
+        part = math.hypot(*apart.values()) / (update or 1.0)
+        largest = max(largest, part)
+        if not part <= limit:  # also NaN
+            name = max(apart, key=lambda name: apart[name]).partition(".")[2]
+            return largest, [f"{name} and others differ by {part:.2g} of the update of step {step}"]
+    return largest, []
+
+
+# ---- the checks -----------------------------------------------------------------------------------------------------
+
+
+class Rehearsal:
+    """The runs of a rehearsal, each in its own folder. `start`: runs a main function on a number of processes."""
+
+    def __init__(self, config: Config, nproc: int, folder: Path, start: Start = spawn, steps: int = STEPS) -> None:
+        config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
+        config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
+        config.mirror = None  # it holds the real run
+        config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
+        self.config, self.nproc, self.folder, self.start, self.steps = config, nproc, folder, start, steps
+
+    def run(self, name: str, inside: Any, nproc: int = 0, code: int | None = 0, **changes: Any) -> Path:
+        """The output directory of a run. Raises UserError unless it ends with `code`; None accepts any."""
+        output_dir = self.folder / name
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # what the ranks print goes to a file
-            code = start(partial(few_steps, kill), replace(config, output_dir=str(output_dir), **changes), nproc)
-        if code != (ExitCode.PEER_LOST if kill else ExitCode.SUCCESS):
+            main, config = partial(rehearsed_main, self.steps, inside), replace(self.config, **changes)
+            ended = self.start(main, replace(config, output_dir=str(output_dir)), nproc or self.nproc)
+        if code not in (None, ended):
             lines = (output_dir / "output").read_text().splitlines()
             print("\n".join([line for line in lines if line.startswith("error: ")] or lines[-30:]))
-            raise UserError(f"a run ended with exit code {code}; what it printed is in {output_dir}/output")
+            raise UserError(f"a run ended with exit code {ended}; what it printed is in {output_dir}/output")
         return output_dir
 
-    whole = run("whole")
-    names = json.loads((whole / "names").read_text())
-    yield f"trained two epochs with {plural(nproc, 'process', 'es')}", [], []
-    run("killed", kill=True)
-    yield "killed and resumed", differences(whole, run("killed"), names), RESUME
-    yield "0 and 1 DataLoader workers", differences(whole, run("with_worker", workers=1), names), RESUME
-    checkpoint = whole / "best.pt" if (whole / "best.pt").exists() else newest(whole)
-    step = torch.load(checkpoint, weights_only=True)["step"]
-    trained = {line["split"]: line for line in metrics_lines(whole) if line["step"] == step}
-    splits = trained.keys() & {"val", "test"}
-    for number in {1, nproc if torch.cuda.is_available() else max(nproc, 2)} if splits else ():
-        run("whole", number, evaluate=True, resume=str(checkpoint))
-        found = [
-            f"{split} {name} is {value:.6g}, and was {was:.6g} at the end of the training"
+    def checks(self) -> Iterator[Check]:
+        """Each check, when it is done. Raises UserError if a run ends in another way than it should."""
+        whole = self.run("whole", partial(whole_run, 0))
+        names = json.loads((whole / "names").read_text())
+        yield f"trained two epochs with {plural(self.nproc, 'process', 'es')}", [], []
+        killed = self.run("killed", partial(whole_run, 1), code=ExitCode.PEER_LOST)
+        saved = [*(killed / "checkpoints").glob("step_*.pt")]
+        middle = shutil.copy(max(saved), self.folder / "middle.pt") if saved else None
+        self.run("killed", partial(whole_run, 2), code=ExitCode.PEER_LOST)
+        yield "killed twice and resumed", differences(whole, self.run("killed", partial(whole_run, 0)), names), RESUME
+        with_workers = self.run("with_workers", partial(whole_run, 0), workers=2)
+        yield "0 and 2 DataLoader workers", differences(whole, with_workers, names), RESUME
+        best = whole / "best.pt"
+        for number in sorted({1, self.nproc if torch.cuda.is_available() else max(self.nproc, 2)}):
+            found = self.evaluated(whole, best if best.exists() else newest(whole), number)
+            yield f"evaluated by {plural(number, 'new process', 'es')}", found, EVALUATE
+        if middle is not None:
+            short = self.run("short", partial(whole_run, 0), max_steps=torch.load(middle, weights_only=True)["step"])
+            yield "evaluated in the middle of an epoch", self.evaluated(short, middle, 1), EVALUATE
+        yield from self.divisions()
+
+    def evaluated(self, trained: Path, checkpoint: Path, nproc: int) -> list[str]:
+        """How the metrics of a checkpoint, in new processes, differ from those that the run `trained` has logged."""
+        step = torch.load(checkpoint, weights_only=True)["step"]
+        logged = {line["split"]: line for line in metrics_lines(trained) if line["step"] == step}
+        splits = logged.keys() & {"val", "test"}
+        if splits:
+            self.run(trained.name, partial(whole_run, 0), nproc, evaluate=True, resume=str(checkpoint))
+        return [
+            f"{split} {name} is {value:.6g}, and was {was:.6g} in the training"
             for split in sorted(splits, reverse=True)
-            for name, value in json.loads((whole / f"evaluated_{split}").read_text()).items()
-            if str(value) != str(was := trained[split][name])  # both may be NaN
+            for name, value in json.loads((trained / f"evaluated_{split}").read_text()).items()
+            if str(value) != str(was := logged[split][name])  # both may be NaN
             and not math.isclose(value, was, rel_tol=1e-4, abs_tol=1e-6)
         ]
-        yield f"evaluated by {plural(number, 'new process', 'es')}", found, EVALUATE
+
+    def divisions(self) -> Iterator[Check]:
+        """The check of each way to divide a global batch: whether its weights are those of the undivided batch."""
+        if getattr(task, "LOSS_COMPARES_SAMPLES", False):
+            yield "a divided batch is not checked: LOSS_COMPARES_SAMPLES in model.py", [], []
+            return
+        half, dtype = max(1, self.config.batch_size // 2), "float64"
+        one = self.divided("undivided float64", dtype, batch_size=2 * half, code=None)
+        if not (one / "weights_1.pt").exists():  # a part of the task asks for float32
+            one = self.divided("undivided", dtype := "float32", batch_size=2 * half)
+        ways: dict[str, Any] = {"2 passes": {"grad_accum_steps": 2}}
+        if not torch.cuda.is_available() or torch.cuda.device_count() > 1:
+            ways["2 processes"] = {"nproc": 2}
+        for way, how in ways.items():
+            name = f"{2 * half} samples in {way}: the weights of 1 pass"
+            part, found = update_differences(one, self.divided(way, dtype, batch_size=half, **how), LIMITS[dtype])
+            if found:
+                plain = self.divided("undivided plain", dtype, True, batch_size=2 * half)
+                other = self.divided(f"{way} plain", dtype, True, batch_size=half, **how)
+                _, found = update_differences(plain, other, LIMITS[dtype])
+                causes = " and ".join(json.loads((plain / "by_design").read_text()))
+                name += "" if found else f" (but {part:.2g} of the update, for {causes})"
+            yield name, found, DIVIDE
+
+    def divided(self, name: str, dtype: str, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
+        changes |= {"precision": "fp32", "matmul_precision": "highest", "comm_hook": "none", "compile": False}
+        changes = {"grad_accum_steps": 1, "guard": None, "checkpoint_every": None} | changes
+        return self.run(name, partial(one_update, dtype, plain), nproc, **changes)
 
 
 def rehearse() -> int:
     """Print a line per check. Returns the exit code."""
-    config = Config.parse([word for word in sys.argv[1:] if word != "--"])
+    parser = ArgumentParser(usage=__doc__.split("\n\n")[1].strip(), allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of an epoch, at most (default: %(default)s)")
+    ours, words = parser.parse_known_args()
+    config = Config.parse([word for word in words if word != "--"])
     folder, failed = Path(tempfile.mkdtemp(prefix="rehearsal-")), False
-    for name, found, causes in checks(config, config.nproc or 2, folder):
+    for name, found, causes in Rehearsal(config, config.nproc or 2, folder, steps=ours.steps).checks():
         failed |= bool(found)
         print(f"{'FAILED' if found else 'ok':6}  {name}", flush=True)
         first_metric = next((each for each in found[1:] if each.startswith("metrics")), None)

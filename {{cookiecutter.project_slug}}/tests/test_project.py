@@ -23,7 +23,7 @@ from ddp.checkpoint.state import digest
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
-from rehearse import checks
+from rehearse import Rehearsal
 
 LOSS_MAY_RISE = (
     "the loss did not fall. Delete this test if the loss of your task may rise while the model learns: a contrastive "
@@ -52,8 +52,8 @@ def test_two_processes_train_and_the_loss_falls(tmp_path: Path) -> None:
 
 
 def test_a_rehearsal_finds_nothing(tmp_path: Path) -> None:
-    """What rehearse.py checks: a run is killed and resumed, reads with workers, and is evaluated in new processes."""
-    for name, found, causes in checks(Config.parse(OPTIONS), 2, tmp_path, fork):
+    """What rehearse.py checks: resumed, with workers, evaluated in new processes, and with a divided batch."""
+    for name, found, causes in Rehearsal(Config.parse(OPTIONS), 2, tmp_path, fork).checks():
         assert found == [], "\n".join([name, *causes])
 
 

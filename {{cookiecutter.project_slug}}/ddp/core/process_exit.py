@@ -26,7 +26,7 @@ OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_AL
 SHARDED = re.compile(
     "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
     "Sharding propagation failed|Cannot flatten unevenly sharded|would remove or reshape sharded|"
-    "FSDP does not support deepcopy"
+    "FSDP does not support deepcopy|its data is not allocated yet"
 )
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
@@ -123,7 +123,14 @@ def translate_exception(error: BaseException) -> BaseException:
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
     if SHARDED.search(text):
         use = "use each weight only in forward() of its block, and an optimizer such as SGD (not fused), AdamW or Muon"
+        use = "compute no gradient of a gradient" if "allocated" in text else use
         return UsageError(f"--shard: torch cannot compute this with the rows of a weight{where}: {use} ({text[:80]})")
+    if "mark a variable ready only once" in text or "gradient which is undefined, but still allreduced" in text:
+        remedy = "pass use_reentrant=False to torch.utils.checkpoint, and use each weight only in forward()"
+        return UsageError(f"one backward pass gave a weight its gradient twice{where}: {remedy}")
+    if "support the deepcopy protocol" in text:
+        remedy = "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm"
+        return UsageError(f"the model holds a computed tensor, which cannot be copied{where}: {remedy}")
     if isinstance(error, IndexError) and (label := re.match(r"Target (-?\d+) is out of bounds", text)):
         remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"
         return UsageError(f"a label is {label[1]}, for which the model has no output{where}: {remedy}")

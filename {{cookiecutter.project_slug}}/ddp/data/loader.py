@@ -1,7 +1,7 @@
 """The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from ddp.core.errors import UsageError, plural
+from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
@@ -44,8 +44,8 @@ class _Loader:
         """What reads and collates the samples of an epoch, in each DataLoader worker."""
         return SeededReader(self.dataset, self.hooks.collate, self.config.seed, epoch)
 
-    def _chunks(self, indices: Iterable[list[int]], epoch: int) -> Iterator[Any]:
-        """Prepared batches of the samples in each of `indices`, on the device."""
+    def _chunks(self, indices: "BatchSampler | _Batches", epoch: int) -> Iterator[Any]:
+        """Prepared batches of the samples in each of `indices`, on the device. Raises PeerLost if some do not come."""
         loader = DataLoader(
             self.reader(epoch),
             batch_sampler=indices,
@@ -55,10 +55,14 @@ class _Loader:
             generator=torch.Generator(),  # otherwise iter() would draw from the global one
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
+        missing = len(indices)
         for chunk in self.ctx.streams.upload(start_workers(loader)):  # move
+            missing -= 1
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
             yield self.hooks.prepare(chunk)  # prepare
+        if missing:
+            raise PeerLost(f"the DataLoader of rank {self.ctx.rank} lost {missing} of {len(indices)} batches")
 
 
 class TrainLoader(_Loader):
@@ -103,6 +107,11 @@ class TrainLoader(_Loader):
         """
         self._check_epoch(epoch)
         set_epoch(self.dataset, epoch)
+        if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
+            raise UsageError(
+                f"the training set had {self.length:,} samples, and has {len(self.dataset):,} after set_epoch({epoch}): "
+                "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
+            )
         self.sampler.start_at(epoch, samples_consumed)
         steps = self.steps_left(epoch, samples_consumed)
         if steps and not isinstance(self.order, Shuffled):
@@ -199,6 +208,9 @@ class _Batches:
     numbers: range
     size: int
     length: int  # of the dataset: a number after the last batch stands for the last batch
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in self.numbers:

@@ -55,11 +55,10 @@ class Meter:
             if isinstance(values[0], list):
                 self.local.setdefault(name, []).extend(values)
                 continue
-            if isinstance(values[0], torch.Tensor):
-                total = torch.stack(values).double().sum(0)
-            else:
-                total = torch.tensor(sum(values), dtype=torch.double)
-            self.local[name] = self.local.get(name, 0) + total
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            numbers = [value for value in values if not isinstance(value, torch.Tensor)]
+            total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
+            self.local[name] = self.local.get(name, 0) + (total + sum(numbers) if numbers else total)
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""

@@ -26,7 +26,7 @@ from ddp.data.dataset import data_name
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.seeds import seed_step
+from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.guard import twice
 from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics
@@ -68,6 +68,7 @@ class Run:
         checkpoint can be used, or if it belongs to another model or other options.
         """
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
+        _check_parts(parts)
         self.train_loader, self.meter = train_loader, parts["meter"]
         if self.config.shard:
             check_optimizers(parts)
@@ -173,7 +174,7 @@ class Run:
             seed_step(self.config.seed, state.step, self.ctx.rank)
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
             for schedule in self.schedules:
-                schedule.set(state.epoch + middle / loader.sampler.length(state.epoch))
+                schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.log.enter("evaluation")
@@ -215,6 +216,8 @@ class Run:
             state.epochs_since_best += 1
         self.log.log_epoch(train_metrics, metrics, val_loader.length)
         state.evaluated_step = state.step
+        for schedule in self.schedules if complete else ():
+            schedule.end_epoch(metrics)
         if complete:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
             state.logged_step = state.epoch_start = state.step
@@ -289,14 +292,27 @@ class Run:
         self.log.write_status(code, message)
 
 
-def prepare(config: Config, rank_env: RankEnv) -> Config:
-    """Choose torch's algorithms. Returns `config`; for --evaluate, with the options of the checkpoint.
+def _check_parts(parts: Mapping[str, Any]) -> None:
+    """Raise UsageError for a field of Training that cannot be saved, or that has no effect."""
+    for name, part in parts.items():
+        what = f"Training.{name} in main.py ({type(part).__name__})"
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            remedy = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
+            raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
+        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
-    Raises SetupError or UsageError if this machine or this torch lacks the device or the backend.
+
+def prepare(config: Config, rank_env: RankEnv) -> Config:
+    """Choose torch's algorithms, and seed what load_datasets draws: the same on every rank, and after a resume.
+
+    Returns `config`; for --evaluate, with the options of the checkpoint. Raises SetupError or UsageError if this
+    machine or this torch lacks the device or the backend.
     """
     config = with_saved_options(config, rank_env)
     check_backend(config)
     choose_algorithms(config)
+    seed_everything(config.seed)
     return config
 
 
@@ -305,8 +321,13 @@ def build(task: Any, config: RunConfig, train_set: Any, env: RankEnv) -> torch.n
 
     Refuses options that this model or this machine does not support, and sets the default --output-dir.
     """
-    model = build_in_turn(lambda: task.build_model(config, train_set), config, env)
-    check_model(config, model)
+
+    def build_model() -> torch.nn.Module:
+        model = task.build_model(config, train_set)
+        check_model(config, model)
+        return model
+
+    model = build_in_turn(build_model, config, env)
     # From the data and the model that were built: their options may be of no use to an edited task.
     name = re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
     config.output_dir = config.output_dir or f"{DEFAULT_PARENT}/{name}"

@@ -1,4 +1,4 @@
-"""The learning rate: linear scaling with the global batch, warm-up, then cosine or constant.
+"""The learning rate: linear scaling with the global batch, warm-up, then cosine or constant. Edit me, or subclass it.
 
 It follows epochs and not steps, so that another number of processes keeps its shape.
 Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, https://arxiv.org/abs/1706.02677.
@@ -6,9 +6,12 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from ddp.core.errors import UsageError
 
 REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
 
@@ -21,6 +24,23 @@ class Schedule:
         self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
         # Groups of weights may have their own rates: as `lr`, or as a factor `lr_scale` (timm's layer decay).
         self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+        self.given: list[Any] = []  # by `set`, to each group
+        self.used: list[Any] = []  # by the optimizer's last step
+        optimizer.register_step_pre_hook(lambda *_: vars(self).update(used=self._rates()))
+
+    def _rates(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def start_step(self, epochs_done: float) -> None:
+        """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
+        now = self._rates()
+        if self.used and any(rate not in pair for rate, *pair in zip(now, self.used, self.given, strict=True)):
+            raise UsageError(
+                "the learning rate was set after optimizer.step(), where it has no effect, because the schedule sets it "
+                "before the next one: set it before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
+            )
+        self.set(epochs_done)
+        self.given = self._rates()
 
     def set(self, epochs_done: float) -> None:
         """Set the learning rate for a step whose middle is at `epochs_done`, in epochs from the start of the run."""
@@ -28,8 +48,11 @@ class Schedule:
         for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
             group["lr"] = self.lr * ratio
 
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Called after the evaluation of each whole epoch, before it is saved. metrics: the same on all ranks."""
+
     def factor(self, epochs_done: float) -> float:
-        """The part of the peak learning rate at `epochs_done`. Edit me for another schedule."""
+        """The part of the peak learning rate at `epochs_done`."""
         warmup = self.config.warmup_epochs
         if epochs_done < warmup:
             return epochs_done / warmup

@@ -104,6 +104,8 @@ def _check_weights(model: nn.Module) -> None:
     if len(types) > 1:
         found = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in types.items())
         raise UsageError(f"--shard: {found}: build all weights in one number format")
+    if sparse := [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]:
+        raise UsageError(f"--shard: the gradient of {sparse[0]} is sparse, and cannot be split: remove sparse=True")
     for name, weight in model.named_parameters():
         if not weight.is_contiguous():
             raise UsageError(f"--shard: {name} is not contiguous: remove --channels-last, or call contiguous()")

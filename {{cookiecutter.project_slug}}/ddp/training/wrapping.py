@@ -30,6 +30,9 @@ POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost a
 def check_model(config: RunConfig, model: torch.nn.Module) -> None:
     """Refuse options that this model or this machine does not support. Raises UsageError or SetupError."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
+    if lazy := [name for name, weight in model.named_parameters() if torch.nn.parameter.is_lazy(weight)]:
+        remedy = "run the model once in build_model, or give its layers their sizes"
+        raise UsageError(f"{lazy[0]} has no shape before the first batch: {remedy}")
     if config.sync_bn and not gpu:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
     if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
@@ -150,7 +153,7 @@ def _is_batch_norm(part: torch.nn.Module) -> bool:
 
 
 def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
-    """Let the first step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
+    """Let a step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
     unchecked = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -166,7 +169,7 @@ def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
             rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
             remedy = remedy if ddp_model is model else f"{remedy}; {rare}"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
-        for weight in weights:
+        for weight in weights if ddp_model is model else ():  # FSDP2 allows it in later steps
             del unchecked[id(weight)]
 
     register_optimizer_step_pre_hook(check)

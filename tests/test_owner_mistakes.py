@@ -1,0 +1,291 @@
+"""What would silently have no effect, lose samples or differ between ranks is repaired, or refused with one line."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from template_copy import changed_main
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, random_split
+
+import data
+import ddp.data.loader
+import main
+import model
+from config import Config
+from ddp.data.dataset import Datasets
+from ddp.distributed.rank_env import RankEnv
+from ddp.entrypoint.run_main import run_as_rank
+from ddp.training.schedule import Schedule
+from faults import fault
+from processes import Ranks, train
+from small_models import build_awkward
+
+OPTIONS = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--epochs", 2, "--warmup-epochs", 0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 160, "val": 90, "test": 40})
+    monkeypatch.setattr(model, "build_model", build_awkward)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def the_error(output: str) -> str:
+    (error,) = [line for line in output.splitlines() if "error:" in line.lower()]
+    assert error.startswith("error: ") and "Traceback" not in output, output
+    return error
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+@fault(48)
+@pytest.mark.parametrize("part", ["training", "evaluation"])
+def test_batches_that_the_dataloader_loses_end_the_run(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before best.pt is chosen by what is left."""
+
+    def lossy(loader: DataLoader) -> Any:
+        reader: Any = loader.dataset
+        lost = (reader.epoch >= 0) == (part == "training")
+        return itertools.islice(iter(loader), len(loader.batch_sampler) - lost)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ddp.data.loader, "start_workers", lossy)
+    output = train(2, *OPTIONS, "--eval-batch-size", 16, "--output-dir", tmp_path, code=8)
+    assert "error: the DataLoader of rank " in output and " lost 1 of " in output
+    assert not (tmp_path / "best.pt").exists()
+
+
+def test_a_split_without_a_generator_is_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = data.load_datasets
+
+    def split(config: Config) -> Datasets:
+        train_set, val_set = random_split(load(config).train, [128, 32])
+        with (tmp_path / "split").open("a") as file:
+            file.write(f"{sorted(val_set.indices)}\n")
+        return Datasets(train_set, val_set)
+
+    def start(rank_env: RankEnv) -> int:
+        torch.manual_seed(os.getpid())  # a new process has a random seed
+        words = [*OPTIONS, "--max-steps", 1, "--output-dir", tmp_path / "run"]
+        return run_as_rank(main.main, Config.parse([str(word) for word in words]), rank_env)
+
+    monkeypatch.setattr(main, "load_datasets", split)
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: Layers())
+    for _ in range(2):  # a resume, which has nothing left to do, as well
+        ranks = Ranks(2, start)
+        assert ranks.wait() == [0, 0], ranks.output()
+    splits = (tmp_path / "split").read_text().splitlines()
+    assert len(splits) == 4 and len(set(splits)) == 1
+
+
+class Growing(Dataset):
+    """100 samples more in each epoch."""
+
+    classes = tuple("0123456789")
+
+    def __init__(self) -> None:
+        self.length = 100
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 100 * (1 + epoch)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 32, 32), index / 400), index % 10
+
+
+class InOrder:
+    def length(self, epoch: int) -> int:
+        return 100 * (1 + epoch)
+
+    def indices(self, epoch: int, start: int, stop: int) -> range:
+        return range(start, stop)
+
+
+def test_a_dataset_that_grows_needs_a_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*OPTIONS, "--workers", 0, "--output-dir"]
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Growing()))
+    error = the_error(train(1, *options, tmp_path / "refused", code=2))
+    assert error.startswith("error: the training set had 100 samples, and has 200 after set_epoch(1): ")
+    assert "length(epoch)" in error
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Growing(), sampler=InOrder()))
+    assert "step 18/18" in train(1, *options, tmp_path / "grows")
+
+
+# ---- the learning rate, and other fields of Training ----------------------------------------------------------------
+
+
+def with_field(monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """Give Training one more field, `extra`."""
+    kind = make_dataclass("Training", [("extra", Any)], bases=(main.Training,))
+    monkeypatch.setattr(main, "Training", lambda net, optimizer, *rest: kind(net, optimizer, *rest, make(optimizer)))
+
+
+def test_a_scheduler_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_field(monkeypatch, ReduceLROnPlateau)
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: Training.extra in main.py (ReduceLROnPlateau) would have no effect, ")
+    assert "'A schedule of your own' in docs/recipes.md" in error
+
+
+def test_a_field_without_a_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_field(monkeypatch, lambda optimizer: [1])
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: Training.extra in main.py (list) cannot be saved: give it state_dict() and ")
+
+
+STEP = "                        apply_gradients(training, config)\n"
+SET = "                    training.optimizer.param_groups[0]['lr'] = 0.5\n"
+
+
+@pytest.mark.parametrize(("place", "works"), [("before", True), ("after", False), ("for one step", True)])
+def test_a_rate_that_no_step_would_use_is_refused(
+    place: str, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"before": "    " + SET + STEP, "after": STEP + SET}
+    back = SET.replace("0.5", "training.schedule.lr")
+    lines["for one step"] = "    " + SET + STEP + back
+    monkeypatch.setattr(main, "main", changed_main({STEP: lines[place]}))
+    output = train(1, *OPTIONS, "--output-dir", tmp_path, code=0 if works else 2)
+    if not works:
+        assert the_error(output).startswith("error: the learning rate was set after optimizer.step(), and ")
+
+
+def test_a_schedule_hears_of_each_whole_epoch_and_its_state_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(Schedule):
+        epochs = 0
+
+        def end_epoch(self, metrics: Any) -> None:
+            self.epochs += metrics["loss"] > 0
+
+        def factor(self, epochs_done: float) -> float:
+            assert int(epochs_done) == self.epochs
+            return 1.0
+
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"epochs": self.epochs}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            vars(self).update(state)
+
+    monkeypatch.setattr(main, "Schedule", Counting)
+    options = [*OPTIONS, "--epochs", 3, "--output-dir", tmp_path]
+    train(2, *options, "--max-steps", 7)  # in the second epoch
+    assert "resuming from" in train(2, *options)
+
+
+# ---- what torch reports with a traceback ----------------------------------------------------------------------------
+
+
+def test_totals_may_be_numbers_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, calls = model.batch_totals, itertools.count()
+
+    def mixed(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        three = torch.tensor(3) if next(calls) % 2 else 3
+        return totals(loss, outputs, targets) | {"threes": three, "batches": 1}
+
+    compute = model.compute_metrics
+
+    def metrics(found: Any) -> dict[str, float]:
+        assert found["threes"] == 3 * found["batches"]
+        return compute(found)
+
+    monkeypatch.setattr(model, "batch_totals", mixed)
+    monkeypatch.setattr(model, "compute_metrics", metrics)
+    train(2, *OPTIONS, "--log-every", 5, "--output-dir", tmp_path)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3 * 32 * 32, 10), nn.Linear(10, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(images.flatten(1))))
+
+
+class UnusedLater(Layers):
+    passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += self.training
+        return self.first(images.flatten(1)) if self.passes > 2 else super().forward(images)
+
+
+class Reentrant(Layers):
+    def forward(self, images: Tensor) -> Tensor:
+        return checkpoint(self.second, self.first(images.flatten(1)), use_reentrant=True)
+
+
+class Lazy(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(10)
+
+
+class OldWeightNorm(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.weight_norm(self.second)
+
+
+class Sparse(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 10, sparse=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + self.table(images.argmax(1).flatten(1)[:, 0])
+
+
+class GradientOfGradient(Layers):
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = super().forward(images.requires_grad_(torch.is_grad_enabled()))
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(outputs.sum(), images, create_graph=True)
+            outputs = outputs + slope.square().mean()
+        return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "starts", "has"),
+    [
+        (UnusedLater, [], "the loss does not depend on second.weight, second.bias: ", "find_unused_parameters"),
+        (Reentrant, ["--deterministic"], "one backward pass gave a weight its gradient twice", "use_reentrant=False"),
+        (Reentrant, ["--deterministic", "--guard", 2], "one backward pass gave a weight ", "use_reentrant=False"),
+        (Lazy, [], "first.weight has no shape before the first batch: ", "build_model"),
+        (Lazy, ["--shard"], "first.weight has no shape before the first batch: ", "build_model"),
+        (OldWeightNorm, ["--ema", 0.9], "the model holds a computed tensor", "parametrizations.weight_norm"),
+        (Sparse, ["--shard"], "--shard: the gradient of table is sparse", "remove sparse=True"),
+        (GradientOfGradient, ["--shard"], "--shard: torch cannot compute this", "no gradient of a gradient"),
+    ],
+)
+def test_what_torch_cannot_do_is_one_line(
+    kind: type[nn.Module],
+    options: list[Any],
+    starts: str,
+    has: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: kind())
+    error = the_error(train(2, *OPTIONS, *options, "--output-dir", tmp_path, code=2))
+    assert error.startswith(f"error: {starts}") and has in error
