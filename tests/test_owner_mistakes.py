@@ -255,15 +255,6 @@ class Sparse(Layers):
         return super().forward(images) + self.table(images.argmax(1).flatten(1)[:, 0])
 
 
-class GradientOfGradient(Layers):
-    def forward(self, images: Tensor) -> Tensor:
-        outputs = super().forward(images.requires_grad_(torch.is_grad_enabled()))
-        if torch.is_grad_enabled():
-            (slope,) = torch.autograd.grad(outputs.sum(), images, create_graph=True)
-            outputs = outputs + slope.square().mean()
-        return outputs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "starts", "has"),
@@ -275,7 +266,6 @@ class GradientOfGradient(Layers):
         (Lazy, ["--shard"], "first.weight has no shape before the first batch: ", "build_model"),
         (OldWeightNorm, ["--ema", 0.9], "the model holds a computed tensor", "parametrizations.weight_norm"),
         (Sparse, ["--shard"], "--shard: the gradient of table is sparse", "remove sparse=True"),
-        (GradientOfGradient, ["--shard"], "--shard: torch cannot compute this", "no gradient of a gradient"),
     ],
 )
 def test_what_torch_cannot_do_is_one_line(
@@ -289,3 +279,17 @@ def test_what_torch_cannot_do_is_one_line(
     monkeypatch.setattr(model, "build_model", lambda config, train_set: kind())
     error = the_error(train(2, *OPTIONS, *options, "--output-dir", tmp_path, code=2))
     assert error.startswith(f"error: {starts}") and has in error
+
+
+def test_a_gradient_penalty_of_a_sharded_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = "                loss = task.compute_loss(outputs, targets, config)\n            backward("
+    penalty = "torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0].square().mean()"
+    forward = "                outputs = task.forward(ddp_model, inputs, targets)\n"
+    edits = {
+        loss: loss.replace("config)", f"config) + {penalty}"),
+        forward: f"{' ' * 16}inputs.requires_grad_()\n{forward}",
+    }
+    monkeypatch.setattr(main, "main", changed_main(edits))
+    train(2, *OPTIONS, "--output-dir", tmp_path / "whole")
+    error = the_error(train(2, *OPTIONS, "--shard", "--output-dir", tmp_path / "sharded", code=2))
+    assert error.startswith("error: --shard: torch cannot compute this") and "no gradient of a gradient" in error

@@ -199,7 +199,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
     "an average that is no field": (
         with_forgotten_ema,
         [RESUMED, *EVALUATED],
-        "metrics.jsonl: val of step 16: loss is ",
+        "metrics.jsonl: val of step 8: loss is ",
     ),
 }
 
@@ -211,8 +211,12 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
 def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, expected, first = MISTAKES[mistake]
     make(monkeypatch)
-    found = rehearsed(tmp_path, *(["--ema=0.9"] if "average" in mistake else []))
-    assert set(expected) <= {name for name, each in found.items() if each}
+    found: dict[str, list[str]] = {}
+    for name, each, _ in rehearsal(tmp_path, *(["--ema=0.9"] if "average" in mistake else [])).checks():
+        found |= {name: each} if each else {}
+        if found.keys() >= set(expected):
+            break  # a divided batch may let the run refuse such a task
+    assert found.keys() >= set(expected)
     assert found[expected[0]][0].startswith(first)
 
 
@@ -226,7 +230,7 @@ def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
 def test_a_mistake_in_a_sharded_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_model(WithStatistics)(monkeypatch)
     found = rehearsed(tmp_path, "--shard")
-    assert {name for name, each in found.items() if each} == {RESUMED, *EVALUATED}
+    assert {name for name, each in found.items() if each} >= {RESUMED, MIDDLE, *EVALUATED}
     assert found[RESUMED][0].startswith("model: layer.weight differs by ")
 
 
@@ -336,7 +340,7 @@ def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monke
     found = divisions(tmp_path)
     assert not any(found.values()), found
     for name in found:
-        assert re.search(r"1 pass \(but [\d.]+ of the update, for mix and BatchNorm and random numbers\)$", name), name
+        assert re.search(r"1 pass \(but [\d.]+ of the update, for BatchNorm and mix and random numbers\)$", name), name
 
 
 @pytest.mark.slow
@@ -454,7 +458,7 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     lines = output.splitlines()
     assert lines[:2] == ["ok      trained two epochs with 2 processes", "FAILED  killed twice and resumed"]
     assert lines[2].startswith("        model: conv1.weight differs by ")
-    assert lines[3].startswith("        metrics.jsonl: train of step 10: loss is ")
+    assert lines[3].startswith("        metrics.jsonl: train of step 4: loss is ")
     assert "usual causes:" in output and "use a buffer, the optimizer's state_dict(), or a field of Training" in output
     assert "ok      0 and 2 DataLoader workers" in lines
     assert "FAILED  evaluated by 1 new process\n        val loss is " in output

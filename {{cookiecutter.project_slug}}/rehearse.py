@@ -171,7 +171,7 @@ def one_update(dtype: str, plain: bool, folder: Path) -> None:
         write(run)
         if plain:
             for norm in norms:
-                norm.eval().train = lambda mode=True, norm=norm: norm
+                patch.object(norm.eval(), "train", lambda mode=True, norm=norm: norm).start()
             constants.__enter__()
 
     def advance_and_write(run: Any) -> None:
@@ -235,8 +235,7 @@ class Rehearsal:
         names = json.loads((whole / "names").read_text())
         yield f"trained two epochs with {plural(self.nproc, 'process', 'es')}", [], []
         killed = self.run("killed", partial(whole_run, 1), code=ExitCode.PEER_LOST)
-        saved = [*(killed / "checkpoints").glob("step_*.pt")]
-        middle = shutil.copy(max(saved), self.folder / "middle.pt") if saved else None
+        middle = Path(shutil.copytree(killed, self.folder / "middle"))
         self.run("killed", partial(whole_run, 2), code=ExitCode.PEER_LOST)
         yield "killed twice and resumed", differences(whole, self.run("killed", partial(whole_run, 0)), names), RESUME
         with_workers = self.run("with_workers", partial(whole_run, 0), workers=2)
@@ -245,9 +244,10 @@ class Rehearsal:
         for number in sorted({1, self.nproc if torch.cuda.is_available() else max(self.nproc, 2)}):
             found = self.evaluated(whole, best if best.exists() else newest(whole), number)
             yield f"evaluated by {plural(number, 'new process', 'es')}", found, EVALUATE
-        if middle is not None:
-            short = self.run("short", partial(whole_run, 0), max_steps=torch.load(middle, weights_only=True)["step"])
-            yield "evaluated in the middle of an epoch", self.evaluated(short, middle, 1), EVALUATE
+        if any(middle.glob("checkpoints/step_*.pt")):  # an epoch may have too few steps
+            saved = newest(middle)
+            short = self.run("short", partial(whole_run, 0), max_steps=torch.load(saved, weights_only=True)["step"])
+            yield "evaluated in the middle of an epoch", self.evaluated(short, saved, 1), EVALUATE
         yield from self.divisions()
 
     def evaluated(self, trained: Path, checkpoint: Path, nproc: int) -> list[str]:

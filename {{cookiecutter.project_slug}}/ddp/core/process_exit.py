@@ -26,7 +26,7 @@ OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_AL
 SHARDED = re.compile(
     "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
     "Sharding propagation failed|Cannot flatten unevenly sharded|would remove or reshape sharded|"
-    "FSDP does not support deepcopy|its data is not allocated yet"
+    "FSDP does not support deepcopy|its data is not allocated yet|out of bounds for storage of size 0"
 )
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
@@ -123,7 +123,7 @@ def translate_exception(error: BaseException) -> BaseException:
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
     if SHARDED.search(text):
         use = "use each weight only in forward() of its block, and an optimizer such as SGD (not fused), AdamW or Muon"
-        use = "compute no gradient of a gradient" if "allocated" in text else use
+        use = "compute no gradient of a gradient" if "allocated" in text or "of size 0" in text else use
         return UsageError(f"--shard: torch cannot compute this with the rows of a weight{where}: {use} ({text[:80]})")
     if "mark a variable ready only once" in text or "gradient which is undefined, but still allreduced" in text:
         remedy = "pass use_reentrant=False to torch.utils.checkpoint, and use each weight only in forward()"

@@ -36,8 +36,8 @@ class Schedule:
         now = self._rates()
         if self.used and any(rate not in pair for rate, *pair in zip(now, self.used, self.given, strict=True)):
             raise UsageError(
-                "the learning rate was set after optimizer.step(), where it has no effect, because the schedule sets it "
-                "before the next one: set it before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
+                "the learning rate was set after optimizer.step(), and the schedule sets it before the next one: "
+                "set it before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
             )
         self.set(epochs_done)
         self.given = self._rates()
