@@ -121,7 +121,7 @@ def test_a_dataset_that_grows_needs_a_sampler(tmp_path: Path, monkeypatch: pytes
     options = [*OPTIONS, "--workers", 0, "--output-dir"]
     monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Growing()))
     error = the_error(train(1, *options, tmp_path / "refused", code=2))
-    assert error.startswith("error: the training set had 100 samples, and has 200 after set_epoch(1): ")
+    assert error.startswith("error: the training set had 100 samples, has 200 after set_epoch(1): ")
     assert "length(epoch)" in error
     monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Growing(), sampler=InOrder()))
     assert "step 18/18" in train(1, *options, tmp_path / "grows")

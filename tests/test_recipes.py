@@ -240,14 +240,21 @@ def mixup(tmp_path: Path) -> None:
 
 @recipe
 def a_schedule(tmp_path: Path) -> None:
-    """A plateau resumes exactly; one cycle rises and falls."""
-    project = project_with(tmp_path, *edits("A schedule of your own"), ("model.py", "-waited == 2\n+waited == 1\n"))
-    assert_resumes(project, "--lr", 100)  # too high: the loss gets no better
-    assert lines(project / "runs/x", "train")[-1]["lr"] == 100
-    edit = "-task.Plateau\n+task.OneCycle\n"
-    run(apply(project, ("main.py", edit)), 1, "--epochs", 3, "--log-every", 8, "--output-dir", "runs/z")
+    """A plateau resumes exactly; one cycle rises and falls; a group of weights rests in the first epoch."""
+    only_first_is_better = ("model.py", '-metrics["loss"] < self.best\n+False\n')
+    project = project_with(tmp_path, *edits("A schedule of your own"), only_first_is_better)
+    apply(project, ("model.py", "-self.waited == 2\n+self.waited == 1\n"))
+    assert_resumes(project, "--epochs", 3)
+    assert [line["lr"] for line in lines(project / "runs/y", "train")][-3:] == pytest.approx([0.03, 0.003, 0.003])
+    apply(project, ("main.py", "-task.Plateau\n+task.OneCycle\n"))
+    run(project, 1, "--epochs", 3, "--log-every", 8, "--output-dir", "runs/z")
     rates = [line["lr"] / 0.03 for line in lines(project / "runs/z", "train")]
     assert rates == pytest.approx([(8 - 0.5) / 24 / 0.3, (24 - 15.5) / 24 / 0.7, (24 - 23.5) / 24 / 0.7])
+    apply(project, ("main.py", "-task.OneCycle\n+task.RestFirst\n"))
+    for lr in (0.03, 0.3):
+        run(project, 1, "--epochs", 2, "--lr", lr, "--output-dir", f"runs/{lr}")
+    (first, second), (also, other) = (lines(project / f"runs/{lr}", "val") for lr in (0.03, 0.3))
+    assert first["loss"] == also["loss"] and second["loss"] != other["loss"]
 
 
 @recipe
@@ -537,8 +544,8 @@ def test_every_recipe_is_tried_and_none_is_long() -> None:
     for title, (file, words) in elsewhere.items():
         assert title in SECTIONS and words in Path(__file__).with_name(file).read_text(), title
     assert {title for title in SECTIONS if f'"{title}"' not in source} <= set(elsewhere)
-    # What these add has no shorter form: two passes, two optimizers, hooks of a checkpoint, and an order of its own.
-    limits = {"SAM": 40, "Muon with AdamW": 40, "LoRA": 40, "Batches of similar length": 40}
+    # These have no shorter form: two passes, two optimizers, hooks of a checkpoint, an order, and three schedules.
+    long = ("SAM", "Muon with AdamW", "LoRA", "Batches of similar length", "A schedule of your own")
     for title, text in SECTIONS.items():
         for block in re.findall(r"^```\S+.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= limits.get(title, 15), title
+            assert len(re.findall(r"^[+-]", block, re.MULTILINE)) <= (40 if title in long else 15), title

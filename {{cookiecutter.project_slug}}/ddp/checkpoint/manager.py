@@ -17,10 +17,10 @@ from ddp.checkpoint.archive import InvalidCheckpoint
 from ddp.checkpoint.fit import run_differences, scale_change
 from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.rank_files import RankFiles, Written
-from ddp.checkpoint.state import Rows, TrainState, digest, snapshot
+from ddp.checkpoint.state import Rows, TrainState, check_parts, digest, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.background import BackgroundJob
-from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
+from ddp.core.errors import CheckpointError, Diverged, differences, first_few, plural
 from ddp.core.files import hash_source_files, read_status
 from ddp.core.ledger import Ledger
 from ddp.core.process_exit import process_exit
@@ -160,6 +160,7 @@ class CheckpointManager:
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
         self.state = {name: part for name, part in state.items() if part is not None}
+        check_parts(self.state, self._reserved())
         models = [name for name, part in self.state.items() if isinstance(part, torch.nn.Module)]
         self.facts |= {
             # Of models, names and sizes of the weights are compared instead of the class.
@@ -168,8 +169,6 @@ class CheckpointManager:
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
         }
-        if taken := self.state.keys() & self._reserved():
-            raise UsageError(f"Training.{min(taken)} in main.py: checkpoints use that name; rename the field")
         if not self.config.evaluate:
             self.rank_files.open()
         states = self._states()

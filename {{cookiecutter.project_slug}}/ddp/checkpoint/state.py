@@ -2,13 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
 
+from ddp.core.errors import UsageError
 from ddp.distributed.shards import is_sharded, is_split, local, whole
 from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_named, named_leaves
 
@@ -43,6 +44,19 @@ class TrainState:
         self.best, self.best_step, self.epochs_since_best = value, self.step, 0
         self.best_metrics = {name: float(each) for name, each in metrics.items()}
         return True
+
+
+def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
+    """Raise UsageError for a field of Training that no checkpoint can hold, or that would have no effect."""
+    for name, part in parts.items():
+        what = f"Training.{name} in main.py ({type(part).__name__})"
+        if name in reserved:
+            raise UsageError(f"Training.{name} in main.py: checkpoints use that name; rename the field")
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            remedy = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
+            raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
 
 def snapshot(state: Any, streams: CpuStreams, keep: bool = True, rows: Rows | None = None) -> tuple[Any, Mark]:

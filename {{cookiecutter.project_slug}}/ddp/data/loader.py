@@ -109,9 +109,8 @@ class TrainLoader(_Loader):
         set_epoch(self.dataset, epoch)
         if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
             raise UsageError(
-                f"the training set had {self.length:,} samples, and has {len(self.dataset):,} after "
-                f"set_epoch({epoch}): keep its length, and return a sampler, whose length(epoch) may change: "
-                "see docs/data.md"
+                f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch}): "
+                "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
             )
         self.sampler.start_at(epoch, samples_consumed)
         steps = self.steps_left(epoch, samples_consumed)

@@ -56,9 +56,9 @@ class Meter:
                 self.local.setdefault(name, []).extend(values)
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            numbers = [value for value in values if not isinstance(value, torch.Tensor)]
+            numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
             total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
-            self.local[name] = self.local.get(name, 0) + (total + sum(numbers) if numbers else total)
+            self.local[name] = self.local.get(name, 0) + total + numbers
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""

@@ -68,7 +68,6 @@ class Run:
         checkpoint can be used, or if it belongs to another model or other options.
         """
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
-        _check_parts(parts)
         self.train_loader, self.meter = train_loader, parts["meter"]
         if self.config.shard:
             check_optimizers(parts)
@@ -197,8 +196,7 @@ class Run:
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
             on_console = not at_end and self.log.steps_per_epoch > self.config.log_every
-            metrics = self.meter.take()
-            self.log.log_train(metrics, self.schedules[0].lr, self.meter.tokens, on_console=on_console)
+            self.log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.tokens, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
@@ -211,10 +209,9 @@ class Run:
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
         state, complete = self.state, self._epoch_is_complete()
-        train_metrics = self.meter.take_epoch(complete)
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
-        self.log.log_epoch(train_metrics, metrics, val_loader.length)
+        self.log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)
         state.evaluated_step = state.step
         for schedule in self.schedules if complete else ():
             schedule.end_epoch(metrics)
@@ -292,27 +289,15 @@ class Run:
         self.log.write_status(code, message)
 
 
-def _check_parts(parts: Mapping[str, Any]) -> None:
-    """Raise UsageError for a field of Training that cannot be saved, or that has no effect."""
-    for name, part in parts.items():
-        what = f"Training.{name} in main.py ({type(part).__name__})"
-        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            remedy = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
-            raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
-        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
-
-
 def prepare(config: Config, rank_env: RankEnv) -> Config:
-    """Choose torch's algorithms, and seed what load_datasets draws: the same on every rank, and after a resume.
+    """Choose torch's algorithms, and seed. Returns `config`; for --evaluate, with the options of the checkpoint.
 
-    Returns `config`; for --evaluate, with the options of the checkpoint. Raises SetupError or UsageError if this
-    machine or this torch lacks the device or the backend.
+    Raises SetupError or UsageError if this machine or this torch lacks the device or the backend.
     """
     config = with_saved_options(config, rank_env)
     check_backend(config)
     choose_algorithms(config)
-    seed_everything(config.seed)
+    seed_everything(config.seed)  # what load_datasets draws: the same on every rank, and after a resume
     return config
 
 
@@ -321,13 +306,7 @@ def build(task: Any, config: RunConfig, train_set: Any, env: RankEnv) -> torch.n
 
     Refuses options that this model or this machine does not support, and sets the default --output-dir.
     """
-
-    def build_model() -> torch.nn.Module:
-        model = task.build_model(config, train_set)
-        check_model(config, model)
-        return model
-
-    model = build_in_turn(build_model, config, env)
+    model = build_in_turn(lambda: check_model(config, task.build_model(config, train_set)), config, env)
     # From the data and the model that were built: their options may be of no use to an edited task.
     name = re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
     config.output_dir = config.output_dir or f"{DEFAULT_PARENT}/{name}"

@@ -27,8 +27,8 @@ from ddp.training.sharding import checkpoint_activations, find_blocks, shard_mod
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
-def check_model(config: RunConfig, model: torch.nn.Module) -> None:
-    """Refuse options that this model or this machine does not support. Raises UsageError or SetupError."""
+def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
+    """Returns `model`. Raises UsageError or SetupError for options that it or this machine does not support."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if lazy := [name for name, weight in model.named_parameters() if torch.nn.parameter.is_lazy(weight)]:
         remedy = "run the model once in build_model, or give its layers their sizes"
@@ -49,6 +49,7 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> None:
         if not any(map(shutil.which, tried)):
             remedy = f"install {names[0]}, set {variable}, or remove --compile"
             raise SetupError(f"--compile needs a {language} compiler, but found no {' and no '.join(tried)}: {remedy}")
+    return model
 
 
 def model_name(model: torch.nn.Module, config: RunConfig) -> str:
