@@ -247,9 +247,9 @@ def a_schedule(tmp_path: Path) -> None:
     assert_resumes(project, "--epochs", 3)
     assert [line["lr"] for line in lines(project / "runs/y", "train")][-3:] == pytest.approx([0.03, 0.003, 0.003])
     apply(project, ("main.py", "-task.Plateau\n+task.OneCycle\n"))
-    run(project, 1, "--epochs", 3, "--log-every", 8, "--output-dir", "runs/z")
-    rates = [line["lr"] / 0.03 for line in lines(project / "runs/z", "train")]
-    assert rates == pytest.approx([(8 - 0.5) / 24 / 0.3, (24 - 15.5) / 24 / 0.7, (24 - 23.5) / 24 / 0.7])
+    run(project, 1, "--epochs", 3, "--log-every", 6, "--output-dir", "runs/z")  # and at the end of each epoch of 8
+    rates = {line["step"]: line["lr"] / 0.03 for line in lines(project / "runs/z", "train")}
+    assert rates[6] == pytest.approx(5.5 / 24 / 0.3) and rates[24] == pytest.approx(0.5 / 24 / 0.7)
     apply(project, ("main.py", "-task.OneCycle\n+task.RestFirst\n"))
     for lr in (0.03, 0.3):
         run(project, 1, "--epochs", 2, "--lr", lr, "--output-dir", f"runs/{lr}")
