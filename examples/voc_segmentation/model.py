@@ -40,12 +40,14 @@ def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
 
 
 def compute_loss(outputs: dict[str, Tensor], targets: Tensor, config: Any) -> Tensor:
-    """Mean cross-entropy of the pixels that count. outputs["out"] [b, classes, h, w], targets [b, h, w] -> [].
-
-    DDP averages the means of the ranks: if fewer pixels count in one rank's batch, each of them weighs more.
-    """
+    """Mean cross-entropy of the pixels that count. outputs["out"] [b, classes, h, w], targets [b, h, w] -> []."""
     total = F.cross_entropy(outputs["out"], targets, ignore_index=IGNORE, reduction="sum")
-    return total / (targets != IGNORE).sum().clamp(min=1)  # a batch without any such pixel: 0, not 0 / 0
+    return total / loss_terms(outputs, targets).clamp(min=1)  # a batch without any such pixel: 0, not 0 / 0
+
+
+def loss_terms(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    """The pixels that count: the loss of a step is the mean over those of the global batch."""
+    return (targets != IGNORE).sum()
 
 
 def batch_totals(loss: Tensor, outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class Config(RunConfig):
 
     dataset: str = data_option("synthetic", "the pictures are made from --seed", choices=("synthetic",))
     batch_size: int = data_option(8, "training samples per process and forward pass", min=1, may_change=True)
-    min_size: int = data_option(48, "pixels of the shorter side of an image in the model", min=32)
+    image_size: int = data_option(48, "height and width of an image in the model, in pixels", min=32)
 
     lr: float = training_option(5e-3, "peak learning rate", above=0)
     weight_decay: float = training_option(1e-2, "weight decay of AdamW", min=0)

@@ -25,21 +25,20 @@ def build_model(config: Any, train_set: Any) -> nn.Module:
     backbone.out_channels = WIDTH  # type: ignore[assignment]
     return FasterRCNN(
         backbone,
-        min_size=config.min_size,
-        max_size=2 * config.min_size,
-        # Images are padded to multiples of it. With the default, 32, MultiScaleRoIAlign may mistake the stride of small
-        # images. It derives it from the first batch, and does not save it: a resumed run could derive another one.
+        # Otherwise images would be padded to the largest one of their batch, and would depend on it. MultiScaleRoIAlign
+        # would also derive its stride from the first batch, and not save it: a resumed run could derive another one.
+        fixed_size=(config.image_size, config.image_size),
         size_divisible=STRIDE,
         rpn_anchor_generator=AnchorGenerator(sizes=((10, 16, 24),), aspect_ratios=((0.5, 1.0, 2.0),)),
         rpn_pre_nms_top_n_train=100,
         rpn_pre_nms_top_n_test=100,
         rpn_post_nms_top_n_train=30,
         rpn_post_nms_top_n_test=30,
-        rpn_batch_size_per_image=64,
+        rpn_batch_size_per_image=64,  # so many that each image has them: then a mean over them is one over images
         box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=POOLED, sampling_ratio=2),
         box_head=TwoMLPHead(WIDTH * POOLED**2, FEATURES),
         box_predictor=FastRCNNPredictor(FEATURES, len(train_set.classes)),
-        box_batch_size_per_image=32,
+        box_batch_size_per_image=8,  # likewise
         box_detections_per_img=10,
     )
 

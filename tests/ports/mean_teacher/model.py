@@ -42,8 +42,6 @@ class MeanTeacher(nn.Module):
 
         The student sees the first view, and the teacher the last one.
         """
-        if torch.is_grad_enabled():
-            self.update_teacher()
         with torch.no_grad():
             of_teacher = self.teacher(views[:, -1])
         return self.student(views[:, 0]), of_teacher
@@ -69,11 +67,13 @@ def build_model(config: Any, train_set: Any) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
-    """SGD with Nesterov's momentum, for the student."""
+    """SGD with Nesterov's momentum, for the student. The teacher follows after each step."""
     student = [weight for weight in model.parameters() if weight.requires_grad]
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         student, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.momentum > 0
     )
+    optimizer.register_step_post_hook(lambda *_: model.update_teacher())  # type: ignore[operator]
+    return optimizer
 
 
 def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LOSS_COMPARES_SAMPLES = True  # so rehearse.py divides no batch
+
 
 class MoCo(nn.Module):
     """The loss pulls a query to the key of the same image, and pushes it from the keys in the queue."""

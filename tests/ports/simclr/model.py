@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LOSS_COMPARES_SAMPLES = True  # so rehearse.py divides no batch
+
 
 class SimCLR(nn.Module):
     """An encoder, whose features are the result of the training, and the head that the loss needs."""
