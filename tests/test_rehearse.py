@@ -92,6 +92,16 @@ class Running:
         return self.mean
 
 
+class WithPeriod(Small):
+    """A counter as a plain attribute, which is 0 again after 7 passes."""
+
+    passes = 0
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        self.passes = (self.passes + self.training) % 7
+        return outputs * self.passes
+
+
 class WithStatistics(Small):
     """An attribute that is no module."""
 
@@ -184,6 +194,7 @@ def with_forgotten_ema(patch: pytest.MonkeyPatch) -> None:
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]] = {
     "a queue as a plain attribute": (with_model(WithQueue), [RESUMED, *EVALUATED], "model: layer.weight differs by "),
     "an object with statistics": (with_model(WithStatistics), [RESUMED, *EVALUATED], "model: layer.weight differs by "),
+    "a state with a period": (with_model(WithPeriod), [RESUMED], "model: layer.weight differs by "),
     "a generator at module level": (with_model(WithGenerator), EVALUATED, "val loss is "),
     "an optimizer that wraps another": (with_optimizer, [RESUMED], "model: conv1.weight differs by "),
     "state in a sampler": (

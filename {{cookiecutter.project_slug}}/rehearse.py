@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -31,6 +30,7 @@ import model as task
 from config import Config
 from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.core.errors import ExitCode, UserError, plural
+from ddp.core.options import OptionParser, number
 from ddp.data.dataset import BatchDataset
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import Shuffled
@@ -296,8 +296,8 @@ class Rehearsal:
 
 def rehearse() -> int:
     """Print a line per check. Returns the exit code."""
-    parser = ArgumentParser(usage=__doc__.split("\n\n")[1].strip(), allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of an epoch, at most (default: %(default)s)")
+    parser = OptionParser(usage=__doc__.split("\n\n")[1].strip())
+    parser.add_argument("--steps", type=number(int, 1), default=STEPS, help=f"of an epoch, at most (default: {STEPS})")
     ours, words = parser.parse_known_args()
     config = Config.parse([word for word in words if word != "--"])
     folder, failed = Path(tempfile.mkdtemp(prefix="rehearsal-")), False
