@@ -68,6 +68,23 @@ def test_batches_that_the_dataloader_loses_end_the_run(
     assert not (tmp_path / "best.pt").exists()
 
 
+def test_a_step_that_leaves_batches_does_not_move_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a `break` after a loss that is not finite."""
+
+    def first_batches(which: str) -> list[str]:
+        def compute(ddp_model: Any, training: Any, batches: Any, *_: Any) -> bool:
+            found = list(batches) if which == "all" else [next(batches)]
+            with (tmp_path / which).open("a") as file:
+                file.write(f"{found[0][1].tolist()}\n")
+            return False
+
+        monkeypatch.setattr(main, "compute_gradients", compute)
+        train(1, *OPTIONS, "--grad-accum-steps", 2, "--output-dir", tmp_path / f"run_{which}")
+        return (tmp_path / which).read_text().splitlines()
+
+    assert first_batches("one") == (expected := first_batches("all")) and len(expected) == 10
+
+
 def test_a_split_without_a_generator_is_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = data.load_datasets
 

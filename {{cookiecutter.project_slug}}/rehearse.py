@@ -241,9 +241,9 @@ class Rehearsal:
         with_workers = self.run("with_workers", partial(whole_run, 0), workers=2)
         yield "0 and 2 DataLoader workers", differences(whole, with_workers, names), RESUME
         best = whole / "best.pt"
-        for number in sorted({1, self.nproc if torch.cuda.is_available() else max(self.nproc, 2)}):
-            found = self.evaluated(whole, best if best.exists() else newest(whole), number)
-            yield f"evaluated by {plural(number, 'new process', 'es')}", found, EVALUATE
+        for ranks in sorted({1, self.nproc if torch.cuda.is_available() else max(self.nproc, 2)}):
+            found = self.evaluated(whole, best if best.exists() else newest(whole), ranks)
+            yield f"evaluated by {plural(ranks, 'new process', 'es')}", found, EVALUATE
         if any(middle.glob("checkpoints/step_*.pt")):  # an epoch may have too few steps
             saved = newest(middle)
             short = self.run("short", partial(whole_run, 0), max_steps=torch.load(saved, weights_only=True)["step"])

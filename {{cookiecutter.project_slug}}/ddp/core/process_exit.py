@@ -129,7 +129,7 @@ def translate_exception(error: BaseException) -> BaseException:
         remedy = "pass use_reentrant=False to torch.utils.checkpoint, and use each weight only in forward()"
         return UsageError(f"one backward pass gave a weight its gradient twice{where}: {remedy}")
     if "support the deepcopy protocol" in text:
-        remedy = "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm"
+        remedy = "use torch.nn.utils.parametrizations.weight_norm"
         return UsageError(f"the model holds a computed tensor, which cannot be copied{where}: {remedy}")
     if isinstance(error, IndexError) and (label := re.match(r"Target (-?\d+) is out of bounds", text)):
         remedy = "labels are 0 to the number of outputs - 1; see `classes` in data.py and build_model in model.py"

@@ -118,7 +118,8 @@ class TrainLoader(_Loader):
             self.sampler.check_order(self.ctx)
         batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(steps):
-            yield islice(batches, self.config.grad_accum_steps)
+            yield (step := islice(batches, self.config.grad_accum_steps))
+            list(step)  # what main.py has left of them
 
     def _check_epoch(self, epoch: int) -> None:
         if self.steps_left(epoch) == 0:

@@ -31,8 +31,7 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
     """Returns `model`. Raises UsageError or SetupError for options that it or this machine does not support."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if lazy := [name for name, weight in model.named_parameters() if torch.nn.parameter.is_lazy(weight)]:
-        remedy = "run the model once in build_model, or give its layers their sizes"
-        raise UsageError(f"{lazy[0]} has no shape before the first batch: {remedy}")
+        raise UsageError(f"{lazy[0]} has no shape before the first batch: run the model once in build_model")
     if config.sync_bn and not gpu:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
     if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
