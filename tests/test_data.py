@@ -1127,7 +1127,9 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
         found = []
         for workers in (2, 0):
             arguments = Numbers(17), options("--batch-size=4", "--workers", workers), ctx
-            batches = EvalLoader(*arguments) if evaluates else itertools.chain(*TrainLoader(*arguments).steps(0))
+            batches = (
+                EvalLoader(*arguments) if evaluates else itertools.chain.from_iterable(TrainLoader(*arguments).steps(0))
+            )
             found.append([batch[1].tolist() for batch in batches])
         return found
 

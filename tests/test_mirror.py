@@ -378,7 +378,7 @@ def test_a_rehearsal_leaves_the_mirror_alone(tmp_path: Path) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        next(rehearse.checks(Config.parse(["--mirror", "s3://bucket/run"]), 1, tmp_path, start=fake))
+        next(rehearse.Rehearsal(Config.parse(["--mirror", "s3://bucket/run"]), 1, tmp_path, start=fake).checks())
 
 
 @fault(44)

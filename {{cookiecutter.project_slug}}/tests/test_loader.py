@@ -94,7 +94,7 @@ def test_the_loader_resumes_from_2_processes_to_3_then_to_1() -> None:
     def part(ranks: int, samples_consumed: int, steps: int) -> list[int]:
         def trained_on(ctx: DistContext) -> list[int]:
             loader = TrainLoader(Numbers(101), options("--batch-size=4", "--workers=0"), ctx)
-            batches = itertools.chain(*itertools.islice(loader.steps(3, samples_consumed), steps))
+            batches = itertools.chain.from_iterable(itertools.islice(loader.steps(3, samples_consumed), steps))
             return [int(number) for _, targets in batches for number in targets]
 
         return [number for rank in on_ranks(ranks, trained_on, "--device=cpu") for number in rank]
