@@ -3,9 +3,12 @@
 import hashlib
 import inspect
 import logging
+import os
+import re
 import socket
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 import torch
 from filelock import FileLock
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -28,11 +31,14 @@ if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
 
 log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
+HIDDEN = re.compile(r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$")  # folders and files that are no classes or images
 SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 
 
 class ImageFiles(ImageDataset):
-    """Images in folder/CLASS/*, as torchvision's ImageFolder finds them, read by DataLoader workers.
+    """Images in folder/CLASS/**, sorted as by torchvision's ImageFolder, read by DataLoader workers.
 
     samples: the path and the class of each image. You may put another sequence of such pairs in its place.
     """
@@ -40,10 +46,9 @@ class ImageFiles(ImageDataset):
     samples: Sequence[tuple[str, int]]
 
     def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
-        from torchvision.datasets.folder import IMG_EXTENSIONS  # slow, and only needed here
-
         try:
-            classes, samples = list_files(folder, IMG_EXTENSIONS)
+            classes = find_classes(folder)
+            samples = list_files(str(folder.absolute()), classes, lambda name: find_images(folder / name))
         except OSError as error:
             raise SetupError(f"--data-dir: {error}") from error
         read_size = transforms.image_size if type(self).read is ImageFiles.read else None
@@ -65,23 +70,79 @@ class ImageFiles(ImageDataset):
 
     def read(self, path: str) -> Tensor:
         """An image: [3, image_size, image_size] uint8."""
-        return read_square(path, self.transforms.image_size)
+        return read_square(path, self.transforms.image_size, self.transforms.value_range)
 
 
-def read_square(path: str | Path, size: int) -> Tensor:
-    """The square in the middle of an image file, resized: [3, size, size] uint8. Raises SetupError."""
+def find_classes(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, sorted. Raises OSError, and SetupError if there are none."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    classes = [name for name in names if not HIDDEN.match(name)]
+    if left_out := sorted(set(names).difference(classes)):
+        log.info("%s: left out are %s", folder, ", ".join(left_out))
+    if not classes:
+        raise SetupError(f"--data-dir: {folder} has no folders: it needs one for each class")
+    return classes
+
+
+def find_images(folder: Path) -> list[str]:
+    """The images of a class: in its folder, and in folders there. Raises OSError, and SetupError if it has none."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = [name for name in folders if not HIDDEN.match(name)]
+        found += [(root, name) for name in names if name.lower().endswith(EXTENSIONS) and not HIDDEN.match(name)]
+    if not found:
+        raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
+    if all(root != str(folder) for root, _ in found):
+        deeper = f"only its folders have images, such as {min(found)[0]}"
+        raise SetupError(f"--data-dir: {folder} is no class: {deeper}. Move them one level up, or choose that --data-dir")
+    return [os.path.join(*each) for each in sorted(found)]
+
+
+def read_square(path: str | Path, size: int, value_range: tuple[float, float] | None = None) -> Tensor:
+    """The square in the middle of an image file, upright, resized: [3, size, size] uint8. Raises SetupError.
+
+    value_range: that of ImageTransforms.
+    """
     try:
         with Image.open(path) as file:
             file.draft("RGB", (size, size))  # a JPEG of at least twice the size is decoded at a half, a quarter ...
-            image = file.convert("RGB")
+            if file.format != "JPEG" or "exif" in file.info:
+                with suppress(Exception):  # how a phone was held; that may be damaged where the picture is not
+                    ImageOps.exif_transpose(file, in_place=True)
+            image = _in_8_bits(file, value_range)
+    except (SetupError, MemoryError):
+        raise
     except Exception as error:  # Pillow raises whatever error a decoder has
-        raise SetupError(f"{path} is not an image that can be read; replace or remove it") from error
+        reason = "is not an image that can be read; replace or remove it"
+        if isinstance(error, OSError) and error.errno:  # of the system
+            remedy = "let this user read it" if isinstance(error, PermissionError) else "start again when that works"
+            reason = f"cannot be read: {error.strerror}; {remedy}"
+        if isinstance(error, Image.DecompressionBombError):
+            reason = f"is too large: {error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
+        raise SetupError(f"{path} {reason}") from error
     if image.size != (size, size):
         w, h = image.size
         left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
         box = (left, top, left + side, top + side)  # crop first: the rest need not be resized
         image = image.resize((size, size), Image.Resampling.BILINEAR, box)
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _in_8_bits(file: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+    """An image in RGB. Pillow would clip values beyond 255."""
+    has_16_bits = file.mode.startswith("I;") or (file.mode == "I" and file.format in ("PNG", "PPM"))
+    if not has_16_bits and file.mode not in ("I", "F"):
+        return file.convert("RGB")
+    if not has_16_bits and value_range is None:
+        remedy = "give their range to ImageTransforms in data.py, as value_range=(black, white)"
+        raise SetupError(f"{getattr(file, 'filename', 'an image')} has pixels of 32 bits: {remedy}")
+    low, high = value_range or (0, 65535)
+    grey = numpy.nan_to_num((numpy.asarray(file, numpy.float32) - low) * (255 / (high - low)))
+    return Image.fromarray(grey.clip(0, 255).round().astype(numpy.uint8)).convert("RGB")
 
 
 def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:

@@ -31,7 +31,8 @@ class ImageTransforms:
     """What happens to a batch of images, on the device. In training they are padded, cropped, and flipped.
 
     padding: the part of the width that is added on each side. padding_mode: "constant" (black) or "reflect".
-    flip: the probability of a flip from left to right.
+    flip: the probability of a flip from left to right. value_range: which pixels are black and white in files of more
+    than 8 bits, such as (0, 4095) of a scanner; None is the range of 16 bits, and refuses files of 32 bits.
     """
 
     mean: Sequence[float]  # of each channel, from 0 to 1
@@ -40,6 +41,7 @@ class ImageTransforms:
     padding: float = 0.0
     padding_mode: Literal["constant", "reflect"] = "constant"
     flip: float = 0.0
+    value_range: tuple[float, float] | None = None
     seed: int = 0  # crops and flips are a function of (seed, epoch, sample)
     memory_format: torch.memory_format = torch.contiguous_format
 
@@ -105,7 +107,7 @@ class ImageDataset(BatchDataset):
             return {"images": None}
         chosen = self.transforms
         known = {"mean": list(chosen.mean), "std": list(chosen.std), "image_size": chosen.image_size}
-        return {"images": {**known, "read_size": self.read_size}}
+        return {"images": {**known, "read_size": self.read_size, "value_range": chosen.value_range}}
 
     def example_images(self, inputs: Any) -> Tensor | None:
         """The first prepared images, from 0 to 1; None if a subclass prepares something else."""

@@ -36,7 +36,8 @@ class SavedImages(ImagesInMemory):
 
     def read(self, paths: Sequence[Path]) -> Tensor:
         """Inputs of the model, prepared as in an evaluation: [b, 3, image_size, image_size]. Raises SetupError."""
-        images = torch.stack([read_square(path, self.images.shape[-1]) for path in paths])
+        size, value_range = self.images.shape[-1], self.transforms.value_range
+        images = torch.stack([read_square(path, size, value_range) for path in paths])
         inputs, _ = self.prepare((torch.zeros(len(images)), torch.arange(len(images)), images))
         return inputs
 

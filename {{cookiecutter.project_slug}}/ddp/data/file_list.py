@@ -67,21 +67,15 @@ class FileList(Sequence[tuple[str, int]]):
         return result.hexdigest()
 
 
-def list_files(folder: Path, extensions: Sequence[str]) -> tuple[list[str], FileList]:
-    """The names of the classes, and the files in folder/CLASS/** with one of `extensions`, as torchvision finds them.
-
-    Raises OSError, in particular if a class has no file.
-    """
-    from torchvision.datasets.folder import find_classes, make_dataset  # slow, and only needed here
+def list_files(name: str, classes: Sequence[str], files_of: Callable[[str], Sequence[str]]) -> FileList:
+    """The files of each class, in order, as `files_of` lists those of one. `name` tells lists apart: see below."""
 
     def find() -> dict[str, Any]:
-        classes, _ = find_classes(folder)
-        numbered = enumerate(progress(classes, f"listing {folder}", "class"))
-        lists = [FileList.of(make_dataset(folder, {name: number}, tuple(extensions))) for number, name in numbered]
-        return {"classes": classes, **vars(FileList.join(lists))}
+        numbered = enumerate(progress(classes, "listing files", "class"))
+        lists = [FileList.of([(path, number) for path in files_of(each)]) for number, each in numbered]
+        return vars(FileList.join(lists))
 
-    found = once_per_machine(f"files {folder.absolute()} {extensions}", find)
-    return found.pop("classes"), FileList(**found)
+    return FileList(**once_per_machine(f"files {name} {classes}", find))
 
 
 def digest_contents(files: FileList) -> str:
