@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
-HIDDEN = re.compile(r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$")  # folders and files that are no classes or images
+HIDDEN = re.compile(
+    r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$"
+)  # folders and files that are no classes or images
 SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 
 
@@ -98,7 +100,9 @@ def find_images(folder: Path) -> list[str]:
         raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
     if all(root != str(folder) for root, _ in found):
         deeper = f"only its folders have images, such as {min(found)[0]}"
-        raise SetupError(f"--data-dir: {folder} is no class: {deeper}. Move them one level up, or choose that --data-dir")
+        raise SetupError(
+            f"--data-dir: {folder} is no class: {deeper}. Move them one level up, or choose that --data-dir"
+        )
     return [os.path.join(*each) for each in sorted(found)]
 
 

@@ -1,17 +1,29 @@
 """This machine: its cores, its files, its addresses and interfaces, and the process that listens on a port."""
 
+import math
 import os
+import re
 import resource
 import socket
 from contextlib import suppress
 from pathlib import Path
 
+CGROUPS, CGROUPS_OF = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MANY_FILES = 2**20  # with more, some programs need long to start: they close all that could be open
 
 
 def available_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use, by its affinity and by the CPU quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError):  # no Linux
+        groups = re.findall(r"^\d+:(?:|cpu|cpu,cpuacct|cpuacct,cpu):/(.*)$", CGROUPS_OF.read_text(), re.MULTILINE)
+        for group in {"", *groups}:  # a container may see its own at the root
+            for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):  # of version 2 and 1
+                folder = CGROUPS / ("" if len(names) == 1 else "cpu") / group
+                with suppress(OSError, ValueError):  # there is none, or it is "max"
+                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                    cores = min(cores, max(1, math.ceil(quota / period))) if quota > 0 else cores
+    return cores
 
 
 def allow_many_files() -> int:

@@ -89,6 +89,8 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
         if config.local_rank is not None:
             raise UsageError("--local-rank is given, but no launcher has set RANK: remove it")
         return RankEnv()
+    if "MASTER_PORT" in environ:
+        _integer(environ, "MASTER_PORT")
     names = VARIABLES[launcher]
     if missing := [name for name in names if not environ.get(name) and name != "LOCAL_RANK"]:
         found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
@@ -145,5 +147,6 @@ def first_host(nodelist: str) -> str:
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     if not (environ[name].isascii() and environ[name].isdigit()):
-        raise SetupError(f"{name}={environ[name]!r} must be an integer >= 0: correct it, or unset it")
+        source = " (by a Kubernetes service named `master`)" if environ[name].startswith("tcp://") else ""
+        raise SetupError(f"{name}={environ[name]!r}{source} must be an integer >= 0: correct it, or unset it")
     return int(environ[name])

@@ -1,5 +1,6 @@
 """What rank 0 writes to the output directory: its lock, config.json, metrics.jsonl, TensorBoard and other trackers."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import SoftFileLease, Timeout
 
 from ddp import __version__
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
+from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig, hyperparameters
 
 log = logging.getLogger(__name__)
+LEASE_S = 60.0  # after which another machine takes over a lease that its holder no longer touches
+IN_USE_REMEDY = "choose another --output-dir, or end that run"
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
 RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
 RESERVED |= {"tokens_per_s", "mfu", "rank_ms_median", "rank_ms_slowest"}
@@ -62,7 +67,9 @@ class OutputDir:
                 with suppress(OSError):  # the parent may not be readable
                     sync_directory(folder.parent)
         except OSError as error:
-            reason = f"cannot write to the output directory {self.path}: {error.strerror}"
+            links = (each for each in (self.path, *self.path.parents) if each.is_symlink() and not each.exists())
+            why = next((f"{each} links to {each.readlink()}, which does not exist" for each in links), error.strerror)
+            reason = f"cannot write to the output directory {self.path}: {why}"
             raise SetupError(f"{reason}; choose another --output-dir") from error
         if self.config.resume == "never" and any(self.checkpoints.glob("step_*.pt")):
             reason = f"--resume never: {self.checkpoints} holds checkpoints of an earlier run"
@@ -78,8 +85,23 @@ class OutputDir:
             owner = ""
             with suppress(OSError):
                 owner = f" ({lock_path.read_text()})"
-            remedy = "choose another --output-dir, or end that run"
-            raise OutputInUse(f"another run{owner} writes to {self.path}: {remedy}") from error
+            raise OutputInUse(f"another run{owner} writes to {self.path}: {IN_USE_REMEDY}") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            self._take_lease()
+
+    def _take_lease(self) -> None:
+        """Where a file system has no locks: a file that its holder touches. Raises OutputInUse."""
+        path = self.path / ".lease"
+        log.warning(f"warning: the file system of {self.path} has no locks (.lock): {path.name} takes their place")
+        lost = OutputInUse(f"another run has taken {path}, because this one stood still for {LEASE_S:.0f} s")
+        stop = lambda _: process_exit.hard_exit(lost)  # noqa: E731
+        self.lease = SoftFileLease(path, lease_duration=LEASE_S, heartbeat_interval=LEASE_S / 12, on_compromise=stop)
+        try:  # a process of this machine that is gone has given it up, one of another machine does so after LEASE_S
+            self.lease.acquire(timeout=1.2 * LEASE_S)
+        except Timeout as error:
+            raise OutputInUse(f"another run writes to {self.path}: {IN_USE_REMEDY}") from error
 
     def write_config(self) -> None:
         """Replace config.json: options, versions, git commit, host."""

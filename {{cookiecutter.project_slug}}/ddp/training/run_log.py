@@ -20,6 +20,7 @@ from ddp.core.ledger import SaveCost
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
 from ddp.core.run_config import RunConfig
+from ddp.data.dataset import classes_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.flops import rates as more_rates
@@ -97,6 +98,13 @@ class RunLog:
         counts += [f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length]
         missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
         log.info(f"{loader.name}: {', '.join(counts)} samples{missing and f'; {missing}'}")
+        if classes := [str(name) for name in classes_of(loader.dataset)]:
+            names = classes if len(classes) <= 3 else [classes[0], "...", classes[-1]]
+            log.info(f"{plural(len(classes), 'class', 'es')}: {', '.join(names)}")
+            if len(classes) == 1:
+                log.warning(
+                    "warning: with one class, every answer is right: see that the data have one folder for each"
+                )
         processes = plural(ctx.world_size, "process", "es")
         launcher = f" ({ctx.launcher.value})" if ctx.world_size > 1 else ""
         log.info(f"{processes}{launcher} on {ctx.device.type}, {ctx.backend}, {config.precision}")

@@ -1,12 +1,15 @@
 """Turn a model into one that trains on many processes: DDP, precision, accumulation, compression, EMA."""
 
 import copy
+import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from functools import reduce
+from itertools import chain, count
+from operator import add
 from typing import Any
 
 import torch
@@ -20,10 +23,12 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.shards import local
 from ddp.distributed.tensors import leaves
 from ddp.training.flops import count_flops
 from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
+log = logging.getLogger(__name__)
 POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
@@ -83,19 +88,23 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     if config.shard:
         wrapped: Any = shard_model(model, config, ctx, blocks)
     else:
-        wrapped = _replicate(model.to(ctx.device), config, ctx)
+        finds_unused = config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False)
+        wrapped = _replicate(model.to(ctx.device), config, ctx, finds_unused)
     if config.compile:
         model.compile()  # in place: it keeps the names of the weights
     _broadcast_buffers_that_are_read(wrapped, model, ctx)
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
+    _warn_of_frozen_norms(model, ctx)
     if not (config.shard or config.sync_bn or config.compile):  # there, a forward pass waits for other ranks
         _time_forward(model, ctx)
     count_flops(model, config, ctx, task)
     return wrapped
 
 
-def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> DistributedDataParallel:
+def _replicate(
+    model: torch.nn.Module, config: RunConfig, ctx: DistContext, finds_unused: bool
+) -> DistributedDataParallel:
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
@@ -110,7 +119,7 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext) -> D
         process_group=group,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=config.deterministic,
+        find_unused_parameters=finds_unused,
     )
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
@@ -166,13 +175,32 @@ def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
             return
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
-            rare = "if they are used in some steps only, set find_unused_parameters=True in ddp/training/wrapping.py"
+            rare = "if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
             remedy = remedy if ddp_model is model else f"{remedy}; {rare}"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
         for weight in weights if ddp_model is model else ():  # FSDP2 allows it in later steps
             del unchecked[id(weight)]
 
     register_optimizer_step_pre_hook(check)
+
+
+def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
+    """Warn, at the third step, of a BatchNorm layer whose weights do not change while its statistics do."""
+    norms = {name: part for name, part in model.named_modules() if _is_batch_norm(part) and part.affine}
+    before = {name: local(part.bias).clone() for name, part in norms.items() if not part.bias.requires_grad}
+    steps = count(1)
+
+    def check(*_: Any) -> None:
+        if next(steps) == 3:  # a key encoder has followed the weights that are trained
+            names = [
+                name for name, bias in before.items() if norms[name].training and bias.equal(local(norms[name].bias))
+            ]
+            if names and ctx.rank == 0:
+                advice = "keep it in evaluation mode, as 'Fine-tune' in docs/recipes.md does"
+                log.warning(f"warning: {names[0]} is frozen, but trains its statistics of each batch: {advice}")
+
+    if before:
+        register_optimizer_step_pre_hook(check)
 
 
 def _refuse_unfrozen_weights(ddp_model: Any, model: torch.nn.Module) -> None:
@@ -258,44 +286,73 @@ def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
 
 
 class LossMean:
-    """Makes the loss of a step the mean over the terms of its global batch, if model.py defines `loss_terms`.
+    """Makes each loss of a step the mean over its terms in the global batch, if model.py defines `loss_terms`.
 
-    Without it nothing is added to a step, and the loss is the mean of the means of passes and ranks. That is the same
+    Without it nothing is added to a step, and a loss is the mean of the means of passes and ranks. That is the same
     unless they have different numbers of terms: of tokens that are not padding, for example.
     """
 
     def __init__(self, task: Any, config: RunConfig, ctx: DistContext) -> None:
-        self.count, self.passes, self.ctx = getattr(task, "loss_terms", None), config.grad_accum_steps, ctx
-        self.terms = 0.0  # of this rank, in the passes so far
-        self.expected = 0.0  # of a rank in a pass, on average over the ranks in the first one
+        self.count: Any = getattr(task, "loss_terms", None)
+        self.passes, self.ctx = config.grad_accum_steps, ctx
+        self.terms: dict[str, float] = {}  # by the name of a loss: of this rank, in the passes so far
+        self.expected: dict[str, float] = {}  # of a rank in a pass, on average over those that are known at first
+        self.unread: Iterator[Any] = iter(())
+
+    def read(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a step. The first pass looks at the others if there are several losses."""
+        self.unread = iter(batches)
+        while (batch := next(self.unread, None)) is not None:
+            yield batch
 
     def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
-        """The `loss` of one pass, weighted by its terms. Call on every rank. Raises UsageError for a wrong count."""
+        """The `loss` of one pass, weighted by its terms, or the sum of such. Call on every rank. Raises UsageError."""
+        losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         if self.count is None:
-            return loss
-        check_loss(loss)
-        terms = _checked_terms(self.count(outputs, targets))
+            return reduce(add, losses.values())
+        for each in losses.values():
+            check_loss(each)
+        terms = self._count(losses, outputs, targets)
         if not self.expected:  # so that gradients are about as large as without weights: fp16 has a narrow range
-            self.expected = (self._sum(terms) or 1.0) / self.ctx.world_size
-        self.terms += terms
-        if terms == 0:  # the loss may be 0 / 0, but the other ranks wait for this rank's gradient
-            parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
-            return 0 * sum(parts or [loss])
-        return loss * (terms / self.expected)
+            known = [terms]
+            if len(losses) > 1 and self.passes > 1:  # each has a factor of its own, which finish() could not apply
+                others = list(self.unread)
+                self.unread = iter(others)
+                known += [self._count(losses, None, other) for _, other in others]
+                if len(known) < self.passes:
+                    raise UsageError("--grad-accum-steps with several losses: read with mean.read(batches) in main.py")
+            sums = self._sum({name: sum(each[name] for each in known) for name in losses})
+            self.expected = {name: (sums[name] or 1.0) / self.ctx.world_size / len(known) for name in losses}
+        self.terms = {name: self.terms.get(name, 0.0) + terms[name] for name in losses}
+        weighted = [losses[name] * (terms[name] / self.expected[name]) for name in losses if terms[name]]
+        if weighted:  # without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient
+            return reduce(add, weighted)
+        parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
+        return 0 * sum(parts or losses.values())
 
     def finish(self, model: torch.nn.Module) -> bool:
         """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""
         if self.count is None:
             return True
-        total = self._sum(self.terms)
-        factor = self.expected * self.ctx.world_size * self.passes / (total or 1.0)
-        for weight in model.parameters() if factor != 1 else ():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-        return total > 0
+        totals = self._sum(self.terms)
+        if len(totals) == 1:
+            ((name, total),) = totals.items()
+            factor = self.expected[name] * self.ctx.world_size * self.passes / (total or 1.0)
+            for weight in model.parameters() if factor != 1 else ():
+                if weight.grad is not None:
+                    weight.grad.mul_(factor)
+        return any(totals.values())
 
-    def _sum(self, terms: float) -> float:
-        return self.ctx.sum(torch.tensor(terms, dtype=torch.double)).item()
+    def _count(self, losses: Mapping[str, Any], outputs: Any, targets: Any) -> dict[str, float]:
+        found = self.count(outputs, targets)
+        found = found if isinstance(found, Mapping) else dict.fromkeys(losses, found)
+        if found.keys() != losses.keys():
+            raise UsageError(f"loss_terms returns {sorted(found)}, but compute_loss {sorted(losses)}: use equal names")
+        return {name: _checked_terms(found[name]) for name in losses}
+
+    def _sum(self, terms: dict[str, float]) -> dict[str, float]:
+        sums = self.ctx.sum(torch.tensor(list(terms.values()), dtype=torch.double)).tolist()
+        return dict(zip(terms, sums, strict=True))
 
 
 def _checked_terms(terms: Any) -> float:
