@@ -1,10 +1,10 @@
-"""Refuse a project slug that cannot work. Print one line on stderr before any file is written.
+"""Refuse a project slug that cannot work, and a cookiecutter that is too old. Print one line on stderr before any file is written.
 
 Cookiecutter then removes the folder that it created. On stdout it adds "Stopping generation because ...", a traceback
 and "Hook script failed". A hook cannot prevent that.
 
-Cookiecutter replaces the braces below. Only the slug is put into this code, and only in its normal form (a-z, 0-9 and
-hyphens), because the other answers may contain quotes and backslashes.
+Cookiecutter replaces the braces below. Of the answers, only the slug is put into this code, and only in its normal form
+(a-z, 0-9 and hyphens), because the others may contain quotes and backslashes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 SLUG = "{{ cookiecutter.project_slug|slugify }}"
+RENDERS_PRIVATE = "{{ '{' not in cookiecutter.__spdx }}" == "True"
 NORMAL = "{{ cookiecutter.project_slug == cookiecutter.project_slug|slugify }}" == "True"
 
 MAX_LENGTH = 100  # a file name may have 255 bytes, and a full path on Windows 260 characters
@@ -34,7 +35,9 @@ PACKAGES = """
 
 
 def refusal() -> str | None:
-    """Why this slug cannot be used, and what to type instead."""
+    """Why this slug cannot be used, and what to type instead; or that cookiecutter is too old."""
+    if not RENDERS_PRIVATE:  # version 1 leaves braces in pyproject.toml
+        return "This template needs cookiecutter 2.1 or newer: pip install --upgrade cookiecutter"
     if SLUG == EMPTY:
         return "The project slug has no letter from a to z and no digit; type one that has, such as my-ddp-project"
     if len(SLUG) > MAX_LENGTH:
