@@ -1,4 +1,4 @@
-"""Refuse a project slug that cannot work, and a cookiecutter that is too old. Print one line on stderr before any file is written.
+"""Refuse a project slug that cannot work, and an old cookiecutter: one line on stderr, before any file is written.
 
 Cookiecutter then removes the folder that it created. On stdout it adds "Stopping generation because ...", a traceback
 and "Hook script failed". A hook cannot prevent that.

@@ -32,7 +32,6 @@ import pytest
 import torch
 import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
 import torch.nn.functional as F
-import torchvision.datasets
 from benchmark_report import DATA, NO_SYNC, STRONG, WEAK
 from PIL import Image
 from test_loader import Noise, Numbers
@@ -59,7 +58,7 @@ from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault
-from image_files import ImageFiles, decode_once
+from image_files import ImageFiles, decode_once, find_images
 from images import ImagesInMemory
 from processes import on_ranks, train
 
@@ -450,20 +449,21 @@ def test_one_process_of_a_machine_lists_the_files_and_all_map_its_table(
     draw(odd)
     listed = tmp_path / "listed"
 
-    def make(folder: Path, class_to_idx: Any, extensions: Any) -> Any:
+    def find_slowly(folder: Path) -> list[str]:
         with listed.open("a") as file:
             print(os.getpid(), file=file)
         time.sleep(0.5)  # the others wait meanwhile
-        return make_dataset(folder, class_to_idx, extensions)
+        return find_images(folder)
+
+    def list_samples() -> Any:
+        return list_files(str(images / "train"), ["cat", "dog"], lambda name: find_slowly(images / "train" / name))
 
     def list_on(ctx: DistContext) -> tuple[list[tuple[str, int]], str, bool]:
         ctx.gather(None)
-        samples = list_files(images / "train", (".png",))[1]
+        samples = list_samples()
         (table,) = (tmp_path / f"ddp-{os.getuid()}").glob("*.pt")
         return list(samples), samples.digest(), str(table) in Path("/proc/self/maps").read_text()
 
-    make_dataset = torchvision.datasets.folder.make_dataset
-    monkeypatch.setattr(torchvision.datasets.folder, "make_dataset", make)
     found = on_ranks(3, list_on)
     samples = [(str(path), target) for target, name in enumerate(("cat", "dog")) for path in in_class(images, name)]
     assert [each[0] for each in found] == [samples] * 3 and str(odd) in dict(samples)
@@ -477,9 +477,9 @@ def test_one_process_of_a_machine_lists_the_files_and_all_map_its_table(
 
     on_ranks(2, list_as_another_run)
     assert len(set(listed.read_text().split())) == 2, "another run may see other files"
-    assert len(list_files(images / "train", (".png",))[1]) == len(samples)
+    assert len(list_samples()) == len(samples)
     odd.unlink()
-    again = list_files(images / "train", (".png",))[1]
+    again = list_files(str(images / "train"), ["cat", "dog"], lambda name: find_images(images / "train" / name))
     assert len(again) == len(samples) - 1 and again.digest() != found[0][1]
     assert list(again.part(torch.tensor([2, 0]))) == [again[2], again[0]]
     assert again[1:] == list(again)[1:] and again[-1] == list(again)[-1]
@@ -549,9 +549,7 @@ def claim_a_huge_size(path: Path) -> None:
         pytest.param("png", lambda path: path.write_text("no image"), id="text"),
         pytest.param("png", cut, id="PNG cut short"),
         pytest.param("jpg", cut, id="JPEG cut short"),
-        pytest.param("png", lambda path: (path.unlink(), path.symlink_to("nothing")), id="a link to nothing"),
         pytest.param("png", shorten_header, id="PNG with a short header"),
-        pytest.param("bmp", claim_a_huge_size, id="BMP of a huge size"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_in_one_line(
@@ -562,6 +560,36 @@ def test_an_image_that_cannot_be_read_is_named_in_one_line(
     shared = ("--dataset", "imagefolder", "--data-dir", images, "--output-dir", tmp_path / "out", "--device", "cpu")
     output = train(1, *shared, "--batch-size", 5, "--workers", workers, "--epochs", 1, code=3)
     assert the_error(output) == f"error: {path} is not an image that can be read; replace or remove it"
+
+
+def link_to_nothing(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+def link_to_a_failing_disk(path: Path) -> None:
+    """The kernel refuses to read there, with EIO."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@fault(31)
+@pytest.mark.parametrize(
+    ("ending", "damage", "reason"),
+    [
+        ("png", link_to_nothing, "cannot be read: No such file or directory; restore or remove it"),
+        ("png", link_to_a_failing_disk, "cannot be read: Input/output error; start again when its file system works"),
+        ("bmp", claim_a_huge_size, "is too large: Image size (2500000000 pixels) exceeds limit of "),
+    ],
+)
+def test_what_a_decoder_is_not_to_blame_for_has_its_own_reason(
+    images: Path, tmp_path: Path, ending: str, damage: Callable[[Path], Any], reason: str
+) -> None:
+    path = draw(images / "train" / "dog" / f"bad.{ending}", size=(200, 200))
+    damage(path)
+    shared = ("--dataset", "imagefolder", "--data-dir", images, "--output-dir", tmp_path / "out", "--device", "cpu")
+    output = train(1, *shared, "--batch-size", 5, "--workers", 2, "--epochs", 1, code=3)
+    assert the_error(output).startswith(f"error: {path} {reason}") and "or remove it" not in reason.partition(";")[0]
 
 
 def only(folder: Path, path: Path) -> Tensor:

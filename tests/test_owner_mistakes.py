@@ -276,7 +276,7 @@ class Sparse(Layers):
 @pytest.mark.parametrize(
     ("kind", "options", "starts", "has"),
     [
-        (UnusedLater, [], "the loss does not depend on second.weight, second.bias: ", "find_unused_parameters"),
+        (UnusedLater, [], "the loss does not depend on second.weight, second.bias: ", "FIND_UNUSED_PARAMETERS"),
         (Reentrant, ["--deterministic"], "one backward pass gave a weight its gradient twice", "use_reentrant=False"),
         (Reentrant, ["--deterministic", "--guard", 2], "one backward pass gave a weight ", "use_reentrant=False"),
         (Lazy, [], "first.weight has no shape before the first batch: ", "build_model"),

@@ -142,7 +142,7 @@ class Flipped(ImagesInMemory):
 
 def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
     transforms = ImageTransforms(mean=(0.1, 0.2, 0.3), std=(1, 2, 3), image_size=24)
-    known = {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3], "image_size": 24}
+    known = {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3], "image_size": 24, "value_range": None}
     of_pixels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), ["a", "b"], transforms
     for kind, images in ((ImagesInMemory, known), (Flipped, known), (Darker, None)):
         images = images and images | {"read_size": 32}

@@ -30,7 +30,7 @@ from images import ImageDataset, ImagesInMemory, ImageTransforms
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ddp")  # rank 0 prints it
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
 HIDDEN = re.compile(
@@ -123,7 +123,8 @@ def read_square(path: str | Path, size: int, value_range: tuple[float, float] | 
     except Exception as error:  # Pillow raises whatever error a decoder has
         reason = "is not an image that can be read; replace or remove it"
         if isinstance(error, OSError) and error.errno:  # of the system
-            remedy = "let this user read it" if isinstance(error, PermissionError) else "start again when that works"
+            remedies = {PermissionError: "let this user read it", FileNotFoundError: "restore or remove it"}
+            remedy = remedies.get(type(error), "start again when its file system works")
             reason = f"cannot be read: {error.strerror}; {remedy}"
         if isinstance(error, Image.DecompressionBombError):
             reason = f"is too large: {error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"

@@ -88,8 +88,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     if config.shard:
         wrapped: Any = shard_model(model, config, ctx, blocks)
     else:
-        finds_unused = config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False)
-        wrapped = _replicate(model.to(ctx.device), config, ctx, finds_unused)
+        wrapped = _replicate(model.to(ctx.device), config, ctx, task)
     if config.compile:
         model.compile()  # in place: it keeps the names of the weights
     _broadcast_buffers_that_are_read(wrapped, model, ctx)
@@ -102,9 +101,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     return wrapped
 
 
-def _replicate(
-    model: torch.nn.Module, config: RunConfig, ctx: DistContext, finds_unused: bool
-) -> DistributedDataParallel:
+def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> DistributedDataParallel:
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
@@ -119,7 +116,7 @@ def _replicate(
         process_group=group,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=finds_unused,
+        find_unused_parameters=config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False),
     )
     if config.comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
@@ -186,20 +183,17 @@ def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
 
 def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
     """Warn, at the third step, of a BatchNorm layer whose weights do not change while its statistics do."""
-    norms = {name: part for name, part in model.named_modules() if _is_batch_norm(part) and part.affine}
-    before = {name: local(part.bias).clone() for name, part in norms.items() if not part.bias.requires_grad}
+    norms = [(name, part) for name, part in model.named_modules() if _is_batch_norm(part) and part.affine]
+    frozen = [(name, part, local(part.bias).clone()) for name, part in norms if not part.bias.requires_grad]
     steps = count(1)
 
     def check(*_: Any) -> None:
-        if next(steps) == 3:  # a key encoder has followed the weights that are trained
-            names = [
-                name for name, bias in before.items() if norms[name].training and bias.equal(local(norms[name].bias))
-            ]
-            if names and ctx.rank == 0:
-                advice = "keep it in evaluation mode, as 'Fine-tune' in docs/recipes.md does"
-                log.warning(f"warning: {names[0]} is frozen, but trains its statistics of each batch: {advice}")
+        for name, part, before in frozen if next(steps) == 3 and ctx.rank == 0 else ():
+            if part.training and before.equal(local(part.bias)):  # a key encoder has followed the trained weights
+                remedy = "keep it in evaluation mode, as 'Fine-tune' in docs/recipes.md does"
+                return log.warning(f"warning: {name} is frozen, but its statistics follow each batch: {remedy}")
 
-    if before:
+    if frozen:
         register_optimizer_step_pre_hook(check)
 
 
@@ -295,9 +289,9 @@ class LossMean:
     def __init__(self, task: Any, config: RunConfig, ctx: DistContext) -> None:
         self.count: Any = getattr(task, "loss_terms", None)
         self.passes, self.ctx = config.grad_accum_steps, ctx
-        self.terms: dict[str, float] = {}  # by the name of a loss: of this rank, in the passes so far
-        self.expected: dict[str, float] = {}  # of a rank in a pass, on average over those that are known at first
         self.unread: Iterator[Any] = iter(())
+        self.terms = torch.zeros(1, dtype=torch.double)  # of each loss: of this rank, in the passes so far
+        self.expected: torch.Tensor | None = None  # of a rank in a pass, on average over those that are known at first
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a step. The first pass looks at the others if there are several losses."""
@@ -306,27 +300,29 @@ class LossMean:
             yield batch
 
     def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
-        """The `loss` of one pass, weighted by its terms, or the sum of such. Call on every rank. Raises UsageError."""
+        """The `loss` of one pass, weighted by its terms; or a sum, of a dictionary. Call on every rank.
+
+        Raises UsageError for a wrong count.
+        """
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         if self.count is None:
             return reduce(add, losses.values())
         for each in losses.values():
             check_loss(each)
-        terms = self._count(losses, outputs, targets)
-        if not self.expected:  # so that gradients are about as large as without weights: fp16 has a narrow range
-            known = [terms]
-            if len(losses) > 1 and self.passes > 1:  # each has a factor of its own, which finish() could not apply
-                others = list(self.unread)
-                self.unread = iter(others)
-                known += [self._count(losses, None, other) for _, other in others]
-                if len(known) < self.passes:
-                    raise UsageError("--grad-accum-steps with several losses: read with mean.read(batches) in main.py")
-            sums = self._sum({name: sum(each[name] for each in known) for name in losses})
-            self.expected = {name: (sums[name] or 1.0) / self.ctx.world_size / len(known) for name in losses}
-        self.terms = {name: self.terms.get(name, 0.0) + terms[name] for name in losses}
-        weighted = [losses[name] * (terms[name] / self.expected[name]) for name in losses if terms[name]]
-        if weighted:  # without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient
+        terms = self._terms(losses, outputs, targets)
+        if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
+            others = list(self.unread) if len(losses) > 1 else []  # each loss has a factor, and finish() applies one
+            self.unread = iter(others) if others else self.unread
+            if len(losses) > 1 and len(others) < self.passes - 1:
+                raise UsageError("--grad-accum-steps with several losses: main.py must read mean.read(batches)")
+            known = torch.stack([terms, *(self._terms(losses, None, targets) for _, targets in others)])
+            self.expected = self.ctx.sum(known.sum(0)) / self.ctx.world_size / len(known)
+            self.expected[self.expected == 0] = 1 / self.ctx.world_size
+        self.terms = self.terms + terms
+        weights = zip(losses.values(), (terms / self.expected).tolist(), strict=True)
+        if weighted := [each * weight for each, weight in weights if weight]:
             return reduce(add, weighted)
+        # Without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient.
         parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
         return 0 * sum(parts or losses.values())
 
@@ -334,25 +330,20 @@ class LossMean:
         """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""
         if self.count is None:
             return True
-        totals = self._sum(self.terms)
-        if len(totals) == 1:
-            ((name, total),) = totals.items()
-            factor = self.expected[name] * self.ctx.world_size * self.passes / (total or 1.0)
+        totals = self.ctx.sum(self.terms)
+        if len(totals) == 1 and self.expected is not None:
+            factor = (self.expected * self.ctx.world_size * self.passes).item() / (totals.item() or 1.0)
             for weight in model.parameters() if factor != 1 else ():
                 if weight.grad is not None:
                     weight.grad.mul_(factor)
-        return any(totals.values())
+        return totals.sum().item() > 0
 
-    def _count(self, losses: Mapping[str, Any], outputs: Any, targets: Any) -> dict[str, float]:
+    def _terms(self, losses: Mapping[str, Any], outputs: Any, targets: Any) -> torch.Tensor:
         found = self.count(outputs, targets)
         found = found if isinstance(found, Mapping) else dict.fromkeys(losses, found)
         if found.keys() != losses.keys():
             raise UsageError(f"loss_terms returns {sorted(found)}, but compute_loss {sorted(losses)}: use equal names")
-        return {name: _checked_terms(found[name]) for name in losses}
-
-    def _sum(self, terms: dict[str, float]) -> dict[str, float]:
-        sums = self.ctx.sum(torch.tensor(list(terms.values()), dtype=torch.double)).tolist()
-        return dict(zip(terms, sums, strict=True))
+        return torch.tensor([_checked_terms(found[name]) for name in losses], dtype=torch.double)
 
 
 def _checked_terms(terms: Any) -> float:
