@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.request
 from collections.abc import Callable
@@ -450,7 +451,7 @@ def test_a_checkpoint_holds_the_state_that_is_passed_as_the_recipe_shows(edited:
 def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(project: Path, tmp_path: Path) -> None:
     """In one step, frozen weights stay and the head moves; or the rest moves by a tenth."""
     section = RECIPES.partition("## Fine-tune\n")[2].partition("\n## ")[0]
-    _, freeze, slower = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)
+    _, freeze, frozen_norm, slower = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)
 
     edited = Path(shutil.copytree(project, tmp_path / "project"))
     source = (edited / "model.py").read_text()
@@ -459,7 +460,8 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
     def weights(name: str, lr: float, old: str = "", new: str = "") -> dict[str, torch.Tensor]:
         """After one step."""
         assert not old or source.count(old) == 1
-        (edited / "model.py").write_text(source.replace(old, new) if old else source)
+        text = source.replace(old, new) if old else source
+        (edited / "model.py").write_text(f"{text}\n\n{textwrap.dedent(frozen_norm)}")
         step = "--max-steps 1 --batch-size 16 --lr-schedule constant --warmup-epochs 0 --momentum 0 --weight-decay 0"
         train_in(edited, [1, *f"{TINY}{name} {step} --model resnet18 --lr {lr}".split()])
         return torch.load(edited / f"runs/{name}/checkpoints/step_00000001.pt", weights_only=True)["model"]
@@ -468,7 +470,8 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
 
     def moved(name: str, old: str = "", new: str = "") -> list[float]:
         after = weights(name, 0.1, old, new)
-        return [(after[each] - before[each]).norm().item() for each in ("layer1.0.conv1.weight", "fc.weight")]
+        names = ("layer1.0.conv1.weight", "fc.weight", "layer1.0.bn1.running_mean")
+        return [(after[each] - before[each]).norm().item() for each in names]
 
     anchor, optimizer = (
         "    return model.to(memory_format=torch.channels_last)",
@@ -478,7 +481,11 @@ def test_weights_are_frozen_or_trained_more_slowly_by_the_lines_of_the_recipe(pr
     frozen = moved("frozen", anchor, freeze + anchor)
     slow = moved("slow", optimizer, f"{slower}    return torch.optim.SGD(model.parameters(), ")
     assert frozen[0] < 1e-20 and frozen[1] > 0.01
-    assert slow == pytest.approx([whole[0] / 10, whole[1]], rel=1e-3)
+    assert slow == pytest.approx([whole[0] / 10, *whole[1:]], rel=1e-3)
+    assert whole[2] < 1e-20, "one step, as before"
+    initial = torch.zeros(64)  # running_mean of a new layer
+    kept = torch.load(edited / "runs/frozen/checkpoints/step_00000001.pt", weights_only=True)["model"]
+    assert torch.equal(kept["layer1.0.bn1.running_mean"], initial) and before["layer1.0.bn1.running_mean"].any()
 
 
 @pytest.mark.slow

@@ -234,3 +234,63 @@ def test_without_loss_terms_nothing_is_added_to_a_step(monkeypatch: pytest.Monke
         return found
 
     assert on_ranks(1, collectives) == [[2, 0]]
+
+
+# ---- several losses -------------------------------------------------------------------------------------------------
+
+
+def two_losses(outputs: Tensor, targets: Tensor, config: Any) -> dict[str, Tensor]:
+    """The mean over all tokens, and a mean over those of one kind, of which a part may have none."""
+    few = targets.flatten() < 4
+    large = outputs.flatten(0, 1).square().mean(1)
+    kinds = few & (targets.flatten() != PAD)
+    return {"tokens": mean_of_tokens(outputs, targets, config), "few": (large * kinds).sum() / kinds.sum().clamp(min=1)}
+
+
+def two_terms(outputs: Any, targets: Tensor) -> dict[str, Any]:
+    return {"tokens": (targets != PAD).sum(), "few": ((targets < 4) & (targets != PAD)).sum().item()}
+
+
+def totals_of_two(loss: dict[str, Tensor], outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    return batch_totals(loss["tokens"], outputs, targets)
+
+
+def test_several_losses_have_denominators_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "compute_loss", two_losses)
+    monkeypatch.setattr(model, "batch_totals", totals_of_two)
+    monkeypatch.setattr(model, "loss_terms", two_terms)
+    weights, losses = distances(trained(tmp_path / "terms", "--max-steps", 20))
+    assert weights < 1e-5 and losses < 1e-5
+    monkeypatch.delattr(model, "loss_terms")
+    weights, _ = distances(trained(tmp_path / "without", "--max-steps", 20))
+    assert weights > 0.03
+
+
+def test_several_losses_must_have_the_same_names_and_be_read_by_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, loss = torch.ones((), requires_grad=True), {"a": 1.0, "b": 2.0}
+
+    def refused(ctx: Any, passes: int) -> str:
+        mean = LossMean(model, Config.parse([f"--grad-accum-steps={passes}"]), ctx)
+        with pytest.raises(UsageError) as error:
+            mean.weigh({"a": one, "b": one}, None, None)
+        return str(error.value)
+
+    monkeypatch.setattr(model, "loss_terms", lambda outputs, targets: {"a": 1})
+    assert on_ranks(1, lambda ctx: refused(ctx, 1)) == [
+        "loss_terms returns ['a'], but compute_loss ['a', 'b']: use equal names"
+    ]
+    monkeypatch.setattr(model, "loss_terms", lambda outputs, targets: loss)
+    assert "mean.read(batches)" in on_ranks(1, lambda ctx: refused(ctx, 2))[0]
+
+
+def test_class_weights_are_terms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of terms need not be an integer."""
+    kinds = torch.linspace(0.1, 3.0, VOCAB)
+
+    def weighted(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), weight=kinds, ignore_index=PAD)
+
+    monkeypatch.setattr(model, "compute_loss", weighted)
+    monkeypatch.setattr(model, "loss_terms", lambda outputs, targets: kinds[targets[targets != PAD]].sum())
+    weights, _ = distances(trained(tmp_path, "--max-steps", 20))
+    assert weights < 1e-5

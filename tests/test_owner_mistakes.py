@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,66 @@ def test_a_gradient_penalty_of_a_sharded_model_is_one_line(tmp_path: Path, monke
     train(2, *OPTIONS, "--output-dir", tmp_path / "whole")
     error = the_error(train(2, *OPTIONS, "--shard", "--output-dir", tmp_path / "sharded", code=2))
     assert error.startswith("error: --shard: torch cannot compute this") and "no gradient of a gradient" in error
+
+
+# ---- frozen BatchNorm -----------------------------------------------------------------------------------------------
+
+
+class HalfFrozen(Layers):
+    """`norm` has frozen weights; its statistics follow each batch."""
+
+    kind: type[nn.BatchNorm1d] = nn.BatchNorm1d
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.kind(10).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(images.flatten(1))))
+
+
+class Kept(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Kept:
+        return super().train(False)
+
+
+class WellFrozen(HalfFrozen):
+    kind = Kept
+
+
+class WithoutWeights(HalfFrozen):
+    kind = partial(nn.BatchNorm1d, affine=False)  # type: ignore[assignment]
+
+
+class KeyEncoder(Layers):
+    """`key` follows `query`, and trains statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.BatchNorm1d(10), nn.BatchNorm1d(10).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pairs = zip(self.key.parameters(), self.query.parameters(), strict=True)
+        for own, other in pairs if self.training else ():
+            own.data.lerp_(other.data, 0.01)
+        hidden = self.first(images.flatten(1))
+        return self.second(self.query(hidden) - 0.1 * self.key(hidden))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "warned"),
+    [
+        (HalfFrozen, [], True),
+        (HalfFrozen, ["--shard"], True),
+        (WellFrozen, [], False),
+        (WithoutWeights, [], False),
+        (KeyEncoder, [], False),
+    ],
+)
+def test_statistics_of_a_frozen_layer_are_worth_one_warning(
+    kind: type[nn.Module], options: list[Any], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: kind())
+    output = train(2, *OPTIONS, *options, "--output-dir", tmp_path)
+    line = "warning: norm is frozen, but its statistics follow each batch: keep it in evaluation mode"
+    assert output.count("warning: ") == output.count(line) == warned, output

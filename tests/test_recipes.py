@@ -1,4 +1,4 @@
-"""docs/recipes.md is tested: each of its edits is applied to a project, which then trains."""
+"""docs/recipes.md and docs/state.md are tested: each of their edits is applied to a project, which then trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp.checkpoint import storage
 
 pytestmark = pytest.mark.slow
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
-PAGE = (TEMPLATE / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = "\n".join((TEMPLATE / "docs" / name).read_text(encoding="utf-8") for name in ("recipes.md", "state.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
@@ -214,6 +214,7 @@ def several_losses(tmp_path: Path) -> None:
     run(project, 1)
     for line in lines(project / "runs/x"):
         assert line["activity"] > 0 and 0 <= line["accuracy"] <= 1
+    assert rehearsed(project) == []
 
 
 @recipe
@@ -414,6 +415,97 @@ def a_queue(tmp_path: Path) -> None:
     saved = storage.read(newest(project / "rehearsal/killed"))
     for part in ("model", "ema"):
         assert saved[part]["_extra_state"] == {"steps": 16} and saved[part]["queue"].count_nonzero() == 2560
+
+
+@recipe
+def a_center(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("Equal on all ranks, by a sum or a gather"))
+    assert rehearsed(project) == []
+    assert storage.read(newest(project / "rehearsal/killed"))["model"]["center"].count_nonzero() == 10
+
+
+@recipe
+def a_count_of_each_rank(tmp_path: Path) -> None:
+    """All that was seen counts once, if a run goes on with another number of processes as well."""
+    project = project_with(tmp_path, *edits("A part of each rank, added up for a checkpoint"))
+    assert rehearsed(project) == []
+    run(project, 2, "--batch-size", 16, "--max-steps", 3)
+    run(project, 1)
+    assert storage.read(newest(project / "runs/x"))["seen"]["total"].sum() == 256
+
+
+@recipe
+def a_stream(tmp_path: Path) -> None:
+    project = project_with(tmp_path, *edits("One stream per sample"))
+    assert rehearsed(project) == []
+
+
+AVERAGING = """
++class Averaging(torch.optim.SGD):
++    evaluating = False
++
++    def before_save(self) -> None:
++        self.eval()
++
++    @torch.no_grad()
++    def eval(self, sign: float = 1.0) -> None:
++        if self.evaluating != (sign > 0):
++            for weight in self.param_groups[0]["params"]:
++                weight.mul_(2.0**sign)
++            self.evaluating = sign > 0
++
++    def train(self) -> None:
++        self.eval(-1.0)
++
++    def state_dict(self) -> dict[str, Any]:
++        return {**super().state_dict(), "evaluating": self.evaluating}
++
++    def load_state_dict(self, state: dict[str, Any]) -> None:
++        self.evaluating = state.pop("evaluating")
++        super().load_state_dict(state)
++
++
+ def build_optimizer(
+@@
+-torch.optim.SGD(model.parameters()
++Averaging(model.parameters()
+""".lstrip()
+
+
+@recipe
+def an_optimizer_with_modes(tmp_path: Path) -> None:
+    """Its weights are twice as large in an evaluation."""
+    (edit,) = edits("An optimizer with a mode for training and one for evaluations")
+    project = project_with(tmp_path, edit, ("model.py", AVERAGING))
+    assert rehearsed(project) == []
+    shutil.rmtree(project / "rehearsal")
+    (found, *_) = rehearsed(apply(project, ("model.py", "-        self.eval()\n+        pass\n")))
+    assert "in the training" in found, "a checkpoint in the middle of an epoch"
+
+
+@recipe
+def unused_weights(tmp_path: Path) -> None:
+    """One of two layers in each step."""
+    assert "`FIND_UNUSED_PARAMETERS = True`" in SECTIONS["Weights that some steps do not use"]
+    experts = """
++FIND_UNUSED_PARAMETERS = True
++
++
+ class ToyModel(nn.Module):
+@@
+-        return self.fc3(x)
++        return self.fc3(x) if len(x) != 16 or self.fc3.bias[0] > 0 else self.fc4(x)
+@@
+         self.fc3 = nn.Linear(84, classes)
++        self.fc4 = nn.Linear(84, classes)
+""".lstrip()
+    project = project_with(tmp_path, ("model.py", experts))
+    run(project, 2, "--batch-size", 16)
+    plain = apply(project, ("model.py", "-FIND_UNUSED_PARAMETERS = True\n+\n"))
+    assert (
+        "write FIND_UNUSED_PARAMETERS = True in model.py"
+        in train_in(plain, [2, *SHARED, "--batch-size", 16, "--output-dir", "runs/z"], code=2)[0]
+    )
 
 
 @recipe

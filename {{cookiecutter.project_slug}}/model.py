@@ -59,7 +59,7 @@ def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
     """Mean cross-entropy of a batch. outputs [b, classes], targets [b] -> []. May be None in an evaluation.
 
     Smooth labels, and call collectives, only if torch.is_grad_enabled(): evaluating ranks have different batches.
-    If the loss is a mean over a varying number of terms, such as tokens, define loss_terms: see docs/concepts.md.
+    If a loss, or each of a dictionary, is a mean over tokens or the like, define loss_terms: see docs/concepts.md.
     """
     return F.cross_entropy(outputs, targets)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from outputs import assert_same_run, checkpoints, lines, newest, status
-from processes import train
+from processes import make_synthetic_data_small, train
 
 from ddp.checkpoint import storage as checkpoint
 
@@ -18,11 +18,9 @@ OPTIONS = ["--dataset", "synthetic", "--batch-size", 16, "--log-every", 1]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 2 processes with checkpoints of the steps 2, 4 and 6. Copy it before you use it."""
-    import data
-
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 51, "test": 50}, raising=False)
+        make_synthetic_data_small(patch)
         train(2, *OPTIONS, "--checkpoint-every", 2, "--max-steps", 6, "--output-dir", folder)
     return folder
 

@@ -25,6 +25,8 @@ from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 from rehearse import Rehearsal
 
+NO_SHUFFLE = "two epochs have the same order. Delete this line if the sampler of your task does not shuffle"
+NO_LOSS = "compute_loss returned None. Delete this test if main.py computes the losses of your task in another way"
 LOSS_MAY_RISE = (
     "the loss did not fall. Delete this test if the loss of your task may rise while the model learns: a contrastive "
     "loss does while its queue of negatives fills (MoCo), and so do the losses of a GAN"
@@ -42,7 +44,9 @@ def test_two_processes_train_and_the_loss_falls(tmp_path: Path) -> None:
     train(2, *OPTIONS, "--epochs", 3, "--output-dir", tmp_path)
     losses = [line["loss"] for line in lines(tmp_path, "train")]
     assert losses[-1] < losses[0], LOSS_MAY_RISE
-    steps = 3 * (len(data.load_datasets(Config.parse(OPTIONS)).train) // 32)
+    datasets = data.load_datasets(Config.parse(OPTIONS))
+    lengths = [datasets.sampler.length(epoch) if datasets.sampler else len(datasets.train) for epoch in range(3)]
+    steps = sum(length // 32 for length in lengths)
     assert lines(tmp_path, "train")[-1]["step"] == status(tmp_path)["step"] == steps
     for name, dataset in evaluated_sets().items():  # the test set once, at the end
         times = 1 if name == "test" else 3
@@ -106,7 +110,8 @@ def test_order_and_samples_depend_only_on_seed_and_epoch() -> None:
     (first, second), shared = on_ranks(1, samples_of)[0], on_ranks(2, samples_of)
     for epoch, alone in enumerate((first, second)):
         assert sorted(sample for rank in shared for sample in rank[epoch]) == sorted(alone)
-    assert len(set(first)) == 16 and [index for index, _ in first] != [index for index, _ in second]
+    assert len(first) == len(second) == 16
+    assert [index for index, _ in first] != [index for index, _ in second], NO_SHUFFLE
 
 
 def test_the_model_can_overfit_one_batch() -> None:
@@ -125,8 +130,9 @@ def test_the_model_can_overfit_one_batch() -> None:
         while len(result) < 200 and (not result or result[-1] >= 0.5 * result[0]):
             outputs = model.forward(learner, inputs, targets)
             loss = model.compute_loss(outputs, targets, config)
+            assert loss is not None, NO_LOSS
             optimizer.zero_grad()
-            loss.backward()
+            (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
             optimizer.step()
             meter.add(model.batch_totals(loss, outputs, targets))
             result.append(model.compute_metrics(meter.take())["loss"])

@@ -44,6 +44,7 @@ class Work:
     """What the device of this rank does in training."""
 
     forward: Stopwatch  # of the forward passes
+    step: int = 0  # optimizer steps that the run has taken, also before it was resumed
     models: int = 0  # that were wrapped
     hooks: list[Any] = field(default_factory=list)  # that measure them
     flops_per_sample: float | None = None  # of the forward and backward pass; None if it is not known
@@ -125,10 +126,7 @@ class DistContext:
         return values
 
     def compare(self, value: Any) -> list[Any]:
-        """Empty if `value` is the same on all ranks, which send its digest; else that of every rank.
-
-        Call on every rank.
-        """
+        """Empty if all ranks have the same `value`, which send its digest; else that of each. Call on every rank."""
         digests = self.gather(hashlib.sha256(pickle.dumps(value)).digest())
         everyone = self.gather(value) if len({*digests}) > 1 else []
         return everyone if any(each != everyone[0] for each in everyone) else []  # one value may have two pickles

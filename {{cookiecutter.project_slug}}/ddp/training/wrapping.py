@@ -305,10 +305,10 @@ class LossMean:
         Raises UsageError for a wrong count.
         """
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
-        if self.count is None:
-            return reduce(add, losses.values())
         for each in losses.values():
             check_loss(each)
+        if self.count is None:
+            return reduce(add, losses.values())
         terms = self._terms(losses, outputs, targets)
         if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
             others = list(self.unread) if len(losses) > 1 else []  # each loss has a factor, and finish() applies one
