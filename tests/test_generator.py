@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cookiecutter import main as cookiecutter_main
 from cookiecutter.exceptions import FailedHookException
 from cookiecutter.main import cookiecutter
 from packaging.licenses import canonicalize_license_expression
@@ -225,6 +226,25 @@ def test_a_slug_that_cannot_work_is_refused_in_one_line_and_nothing_is_left(
     advice = re.search(r"type .*such as (\S+)\n", line)
     assert advice, line
     assert render(source, tmp_path / "out", project_slug=advice[1]).name == advice[1]
+
+
+def test_a_cookiecutter_that_leaves_braces_is_refused(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 1.7, which Debian has, does not render the private variables of cookiecutter.json, and reports success."""
+    prompt = cookiecutter_main.prompt_for_config
+
+    def leave_private_variables(context: Any, *given: Any) -> Any:
+        found, raw = prompt(context, *given), context["cookiecutter"]
+        return {name: raw[name] if name.startswith("__") else value for name, value in found.items()}
+
+    monkeypatch.setattr(cookiecutter_main, "prompt_for_config", leave_private_variables)
+    with pytest.raises(FailedHookException):
+        render(source, tmp_path / "out")
+    assert (
+        capfd.readouterr().err == "This template needs cookiecutter 2.1 or newer: pip install --upgrade cookiecutter\n"
+    )
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
 
 
 def test_a_project_name_of_emoji_alone_is_refused_and_works_with_a_typed_slug(

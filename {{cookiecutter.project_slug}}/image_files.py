@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -27,15 +27,10 @@ from ddp.core.host import available_cores
 from ddp.data.file_list import FileList, digest_contents, list_files
 from images import ImageDataset, ImagesInMemory, ImageTransforms
 
-if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
-
 log = logging.getLogger("ddp")  # rank 0 prints it
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
-HIDDEN = re.compile(
-    r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$"
-)  # folders and files that are no classes or images
+HIDDEN = re.compile(r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$")  # what is no class and no image
 SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 
 
@@ -107,10 +102,7 @@ def find_images(folder: Path) -> list[str]:
 
 
 def read_square(path: str | Path, size: int, value_range: tuple[float, float] | None = None) -> Tensor:
-    """The square in the middle of an image file, upright, resized: [3, size, size] uint8. Raises SetupError.
-
-    value_range: that of ImageTransforms.
-    """
+    """The square in the middle of an image file, upright, resized: [3, size, size] uint8. Raises SetupError."""
     try:
         with Image.open(path) as file:
             file.draft("RGB", (size, size))  # a JPEG of at least twice the size is decoded at a half, a quarter ...
@@ -192,12 +184,7 @@ def _decode(files: ImageFiles, path: Path) -> None:
             file.write(images.numpy())
 
 
-class LabelledImages(NamedTuple):
-    """images [n, 3, 32, 32] uint8, targets [n] int64, and the names of the classes."""
-
-    images: Tensor
-    targets: Tensor
-    classes: list[str]
+LabelledImages = tuple[Tensor, Tensor, list[str]]  # images [n, 3, 32, 32] uint8, targets [n] int64, names of classes
 
 
 def load_cifar10(folder: Path) -> tuple[LabelledImages, LabelledImages]:
@@ -209,8 +196,10 @@ def load_cifar10(folder: Path) -> tuple[LabelledImages, LabelledImages]:
     from torchvision.datasets.utils import download_and_extract_archive
 
     def read() -> tuple[LabelledImages, LabelledImages]:
-        train, test = (CIFAR10(folder, train) for train in (True, False))  # verifies the MD5 of every file
-        return _to_tensors(train), _to_tensors(test)
+        parts = (CIFAR10(folder, train) for train in (True, False))  # verifies the MD5 of every file
+        rows = ((torch.from_numpy(part.data), torch.tensor(part.targets), part.classes) for part in parts)
+        train, test = ((images.permute(0, 3, 1, 2).contiguous(), *others) for images, *others in rows)
+        return train, test
 
     try:
         return read()
@@ -223,11 +212,6 @@ def load_cifar10(folder: Path) -> tuple[LabelledImages, LabelledImages]:
                 archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
                 download_and_extract_archive(CIFAR10.url, folder, **archive)
                 return read()
-
-
-def _to_tensors(part: "CIFAR10") -> LabelledImages:
-    images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
-    return LabelledImages(images, torch.tensor(part.targets), part.classes)
 
 
 @contextmanager

@@ -70,5 +70,5 @@ def synthetic(config: Config) -> dict[str, LabelledImages]:
         targets = torch.randint(0, 10, (length,), generator=generator)
         noise = torch.randn(length, 3, 32, 32, generator=generator)
         images = (128 + 30 * pictures[targets] + 40 * noise).clamp(0, 255).to(torch.uint8)
-        parts[name] = LabelledImages(images, targets, classes)
+        parts[name] = images, targets, classes
     return parts

@@ -81,7 +81,6 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         layout = partial(argparse.HelpFormatter, max_help_position=34, width=110)
         super().__init__(**{"formatter_class": layout, "allow_abbrev": False, **settings})
-        self.variables: dict[str, str] = {}  # the environment variables of options
         self.sections: dict[str, Any] = {section: self.add_argument_group(section) for section in HELP_SECTIONS}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -92,9 +91,6 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
-        for flag, variable in self.variables.items():
-            if message.startswith(f"{flag}: {os.environ.get(variable)!r} "):
-                message = message.replace(flag, variable, 1)
         if unknown := re.match("unrecognized arguments: ([^ =]+)", message):
             known = getattr(self, "_option_string_actions", ())  # a private name
             near = get_close_matches(unknown[1], known, n=1, cutoff=0.75)
@@ -123,8 +119,6 @@ class OptionParser(argparse.ArgumentParser):
                 )
             names = filter(None, [flag_of(item.name), rules["alias"]])
             value = os.environ.get(rules["variable"]) or argparse.SUPPRESS  # read like an argument, which wins
-            if rules["variable"]:
-                self.variables[flag_of(item.name)] = rules["variable"]
             section = rules["section"]
             if section not in self.sections:
                 self.sections[section] = self.add_argument_group(section)

@@ -147,6 +147,6 @@ def first_host(nodelist: str) -> str:
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     if not (environ[name].isascii() and environ[name].isdigit()):
-        source = " (by a Kubernetes service named `master`)" if environ[name].startswith("tcp://") else ""
-        raise SetupError(f"{name}={environ[name]!r}{source} must be an integer >= 0: correct it, or unset it")
+        hint = " (a Kubernetes service named `master` sets it)" if environ[name].startswith("tcp://") else ""
+        raise SetupError(f"{name}={environ[name]!r} must be an integer >= 0: correct it, or unset it{hint}")
     return int(environ[name])

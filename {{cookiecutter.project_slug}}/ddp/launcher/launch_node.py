@@ -6,6 +6,7 @@ Instead all nodes end their workers and connect again, and main.py resumes from 
 
 import argparse
 import importlib.util
+import os
 import sys
 import time
 from contextlib import closing
@@ -117,6 +118,8 @@ def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[
     parser.unknown_hint = "; put options of main.py after --"
     parser.sections["options"] = parser
     parser.add_options(LaunchOptions)
+    if not (port := os.environ.get("MASTER_PORT") or "0").isdigit():
+        raise UsageError(f"MASTER_PORT={port!r} (a Kubernetes service named `master` sets it) is no port: unset it")
     end = words.index("--") if "--" in words else len(words)
     given, main_options = vars(parser.parse_args(words[:end])), words[end + 1 :]
     config = config_class.parse(main_options)

@@ -89,19 +89,14 @@ class OutputDir:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            self._take_lease()
-
-    def _take_lease(self) -> None:
-        """Where a file system has no locks: a file that its holder touches. Raises OutputInUse."""
-        path = self.path / ".lease"
-        log.warning(f"warning: the file system of {self.path} has no locks (.lock): {path.name} takes their place")
-        lost = OutputInUse(f"another run has taken {path}, because this one stood still for {LEASE_S:.0f} s")
-        stop = lambda _: process_exit.hard_exit(lost)  # noqa: E731
-        self.lease = SoftFileLease(path, lease_duration=LEASE_S, heartbeat_interval=LEASE_S / 12, on_compromise=stop)
-        try:  # a process of this machine that is gone has given it up, one of another machine does so after LEASE_S
-            self.lease.acquire(timeout=1.2 * LEASE_S)
-        except Timeout as error:
-            raise OutputInUse(f"another run writes to {self.path}: {IN_USE_REMEDY}") from error
+            log.warning(f"warning: the file system of {lock_path} has no locks: .lease takes its place")
+            lost = OutputInUse(f"another run took {self.path} over, because this one stood still for {LEASE_S:.0f} s")
+            times: Any = {"lease_duration": LEASE_S, "heartbeat_interval": LEASE_S / 12}
+            lease = SoftFileLease(self.path / ".lease", **times, on_compromise=lambda _: process_exit.hard_exit(lost))
+            try:  # of a process of this machine that is gone: at once; of one of another machine: after LEASE_S
+                self.lease = lease.acquire(timeout=1.2 * LEASE_S)
+            except Timeout:
+                raise OutputInUse(f"another run writes to {self.path}: {IN_USE_REMEDY}") from error
 
     def write_config(self) -> None:
         """Replace config.json: options, versions, git commit, host."""

@@ -300,10 +300,7 @@ class LossMean:
             yield batch
 
     def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
-        """The `loss` of one pass, weighted by its terms; or a sum, of a dictionary. Call on every rank.
-
-        Raises UsageError for a wrong count.
-        """
+        """The `loss` of one pass, weighted by its terms; the sum, of several. Call on every rank. Raises UsageError."""
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         for each in losses.values():
             check_loss(each)
@@ -311,13 +308,13 @@ class LossMean:
             return reduce(add, losses.values())
         terms = self._terms(losses, outputs, targets)
         if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
-            others = list(self.unread) if len(losses) > 1 else []  # each loss has a factor, and finish() applies one
-            self.unread = iter(others) if others else self.unread
+            others = list(self.unread) if len(losses) > 1 else []  # each needs a factor, and finish() applies only one
+            self.unread = chain(others, self.unread)
             if len(losses) > 1 and len(others) < self.passes - 1:
                 raise UsageError("--grad-accum-steps with several losses: main.py must read mean.read(batches)")
             known = torch.stack([terms, *(self._terms(losses, None, targets) for _, targets in others)])
-            self.expected = self.ctx.sum(known.sum(0)) / self.ctx.world_size / len(known)
-            self.expected[self.expected == 0] = 1 / self.ctx.world_size
+            sums = self.ctx.sum(known.sum(0))
+            self.expected = torch.where(sums > 0, sums, 1.0) / self.ctx.world_size / len(known)
         self.terms = self.terms + terms
         weights = zip(losses.values(), (terms / self.expected).tolist(), strict=True)
         if weighted := [each * weight for each, weight in weights if weight]:
@@ -333,9 +330,8 @@ class LossMean:
         totals = self.ctx.sum(self.terms)
         if len(totals) == 1 and self.expected is not None:
             factor = (self.expected * self.ctx.world_size * self.passes).item() / (totals.item() or 1.0)
-            for weight in model.parameters() if factor != 1 else ():
-                if weight.grad is not None:
-                    weight.grad.mul_(factor)
+            for gradient in (weight.grad for weight in model.parameters() if factor != 1 and weight.grad is not None):
+                gradient.mul_(factor)
         return totals.sum().item() > 0
 
     def _terms(self, losses: Mapping[str, Any], outputs: Any, targets: Any) -> torch.Tensor:
