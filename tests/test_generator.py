@@ -231,7 +231,7 @@ def test_a_slug_that_cannot_work_is_refused_in_one_line_and_nothing_is_left(
 def test_a_cookiecutter_that_leaves_braces_is_refused(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 1.7, which Debian has, does not render the private variables of cookiecutter.json, and reports success."""
+    """Version 1.7, which Debian has, does not render private variables of cookiecutter.json, and reports success."""
     prompt = cookiecutter_main.prompt_for_config
 
     def leave_private_variables(context: Any, *given: Any) -> Any:
@@ -241,9 +241,8 @@ def test_a_cookiecutter_that_leaves_braces_is_refused(
     monkeypatch.setattr(cookiecutter_main, "prompt_for_config", leave_private_variables)
     with pytest.raises(FailedHookException):
         render(source, tmp_path / "out")
-    assert (
-        capfd.readouterr().err == "This template needs cookiecutter 2.1 or newer: pip install --upgrade cookiecutter\n"
-    )
+    line = capfd.readouterr().err
+    assert line == "This template needs cookiecutter 2.1 or newer: pip install --upgrade cookiecutter\n"
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
 
 
