@@ -262,7 +262,7 @@ def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> 
         hang += "                if ctx.rank == 1:\n                    __import__('time').sleep(3600)\n"
         hang += "                return super().__getitems__(indices)\n\n        datasets.train.__class__ = Hangs\n"
         main = edited("        train_loader = TrainLoader", hang + "        train_loader = TrainLoader")
-        site = f"{main.at('sleep(3600)')}, called from {main.at('in enumerate(batches')}"
+        site = f"{main.at('sleep(3600)')}, called from {main.at('in enumerate(mean.read(batches')}"
     else:
         code = "while True: pass"
         main = edited(ADVANCE, on_rank_0(code).replace("rank == 0", "rank == 1") + ADVANCE)

@@ -204,7 +204,7 @@ def test_a_folder_that_is_one_level_too_deep_is_refused(folder: Path) -> None:
     (folder / "images").rename(folder / "train/images")
     text = refusal(folder)
     assert text.startswith(f"--data-dir: {folder}/train/images is no class: only its folders have images, such as ")
-    assert f"{folder}/train/images/cat. Move them one level up" in text
+    assert f"{folder}/train/images/cat; move them one level up" in text
 
 
 def test_images_below_those_of_a_class_belong_to_it(folder: Path) -> None:

@@ -95,9 +95,7 @@ def find_images(folder: Path) -> list[str]:
         raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
     if all(root != str(folder) for root, _ in found):
         deeper = f"only its folders have images, such as {min(found)[0]}"
-        raise SetupError(
-            f"--data-dir: {folder} is no class: {deeper}. Move them one level up, or choose that --data-dir"
-        )
+        raise SetupError(f"--data-dir: {folder} is no class: {deeper}; move them one level up")
     return [os.path.join(*each) for each in sorted(found)]
 
 

@@ -212,7 +212,7 @@ def check_outputs(outputs: Any, classes: int) -> None:
 def check_loss(loss: Any) -> None:
     """Raise UsageError for a loss that cannot be trained. Cheap enough for each step."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise UsageError(f"compute_loss in model.py returned {_kind(loss)}: return the mean, or a dictionary of means")
+        raise UsageError(f"compute_loss in model.py returned {_kind(loss)}: return one number, such as the mean")
     if not loss.requires_grad:
         remedy = "compute it from the outputs without detach(), item(), argmax() or torch.no_grad()"
         raise UsageError(f"the loss that compute_loss in model.py returned depends on no weight: {remedy}")

@@ -1,0 +1,88 @@
+"""The loss of a step: the mean over what counts in its global batch, however that is divided."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from itertools import chain
+from operator import add
+from typing import Any
+
+import torch
+
+from ddp.core.errors import UsageError
+from ddp.core.run_config import RunConfig
+from ddp.data.dataset import check_loss
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.tensors import leaves
+
+
+class LossMean:
+    """Makes each loss of a step the mean over its terms in the global batch, if model.py defines `loss_terms`.
+
+    Without it nothing is added to a step, and a loss is the mean of the means of passes and ranks. That is the same
+    unless they have different numbers of terms: of tokens that are not padding, for example.
+    """
+
+    def __init__(self, task: Any, config: RunConfig, ctx: DistContext) -> None:
+        self.count: Any = getattr(task, "loss_terms", None)
+        self.passes, self.ctx = config.grad_accum_steps, ctx
+        self.unread: Iterator[Any] = iter(())
+        self.terms = torch.zeros(1, dtype=torch.double)  # of each loss: of this rank, in the passes so far
+        self.expected: torch.Tensor | None = None  # of a rank in a pass, on average over those that are known at first
+
+    def read(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a step. The first pass looks at the others if there are several losses."""
+        self.unread = iter(batches)
+        while (batch := next(self.unread, None)) is not None:
+            yield batch
+
+    def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
+        """The `loss` of one pass, weighted by its terms; the sum, of several. Call on every rank. Raises UsageError."""
+        losses = loss if isinstance(loss, Mapping) else {"loss": loss}
+        for each in losses.values():
+            check_loss(each)
+        if self.count is None:
+            return reduce(add, losses.values())
+        terms = self._terms(losses, outputs, targets)
+        if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
+            others = list(self.unread) if len(losses) > 1 else []  # each needs a factor, and finish() applies only one
+            self.unread = chain(others, self.unread)
+            if len(losses) > 1 and len(others) < self.passes - 1:
+                raise UsageError("--grad-accum-steps with several losses: main.py must read mean.read(batches)")
+            known = torch.stack([terms, *(self._terms(losses, None, targets) for _, targets in others)])
+            sums = self.ctx.sum(known.sum(0))
+            self.expected = torch.where(sums > 0, sums, 1.0) / self.ctx.world_size / len(known)
+        self.terms = self.terms + terms
+        weights = zip(losses.values(), (terms / self.expected).tolist(), strict=True)
+        if weighted := [each * weight for each, weight in weights if weight]:
+            return reduce(add, weighted)
+        # Without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient.
+        parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
+        return 0 * sum(parts or losses.values())
+
+    def finish(self, model: torch.nn.Module) -> bool:
+        """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""
+        if self.count is None:
+            return True
+        totals = self.ctx.sum(self.terms)
+        if len(totals) == 1 and self.expected is not None:
+            factor = (self.expected * self.ctx.world_size * self.passes).item() / (totals.item() or 1.0)
+            for gradient in (weight.grad for weight in model.parameters() if factor != 1 and weight.grad is not None):
+                gradient.mul_(factor)
+        return totals.sum().item() > 0
+
+    def _terms(self, losses: Mapping[str, Any], outputs: Any, targets: Any) -> torch.Tensor:
+        found = self.count(outputs, targets)
+        found = found if isinstance(found, Mapping) else dict.fromkeys(losses, found)
+        if found.keys() != losses.keys():
+            raise UsageError(f"loss_terms returns {sorted(found)}, but compute_loss {sorted(losses)}: use equal names")
+        return torch.tensor([_checked_terms(found[name]) for name in losses], dtype=torch.double)
+
+
+def _checked_terms(terms: Any) -> float:
+    try:
+        number = float(terms)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise UsageError(f"loss_terms in model.py returned {terms!r}: return how many terms the loss is a mean of")
+    return number
