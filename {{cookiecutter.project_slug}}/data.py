@@ -1,7 +1,6 @@
 """The datasets and their transforms. Edit this file: main.py calls load_datasets.
 
-The datasets of images.py transform whole batches on the device. To change more than build_transforms offers, override
-`augment` or `prepare`, and use your class in place of the original:
+To change more than build_transforms offers, override `augment` or `prepare`, which get whole batches on the device:
 
     class Darker(ImagesInMemory):
         def augment(self, batch, epoch):
