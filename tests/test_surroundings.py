@@ -151,16 +151,6 @@ def test_a_console_may_lack_a_character(tmp_path: Path) -> None:
     assert "Error" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["-P", "-I"])
-def test_python_may_leave_the_folder_of_the_program_out(flag: str, tmp_path: Path) -> None:
-    if flag == "-P" and sys.version_info < (3, 11):
-        pytest.skip("Python 3.10 has no -P")
-    words = [sys.executable, "-B", flag, "main.py", *GIVEN, tmp_path, "--nproc", 2]
-    done = subprocess.run([*map(str, words)], cwd=TEMPLATE, capture_output=True, text=True)
-    assert done.returncode == 0 and "done in " in done.stdout, done.stdout + done.stderr
-
-
 # ---- a file system without locks ------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """The options of this task, one per line: name, default, and what --help prints. Edit me.
 
-An option that you add is `config.your_option` in your code, and `--your-option` on the command line. Those of every run
-are in ddp/core/run_config.py: to change a default, repeat its line here. Import no torch: launch_node.sh reads this.
+An option that you add is `config.your_option` in main.py, model.py and data.py, and `--your-option` on the command
+line. The options of every run (batch size, precision, checkpoints, processes) are in ddp/core/run_config.py; to change
+the default of one, repeat its line here. Do not import torch here: launch_node.sh checks the options before it starts.
 """
 
 from dataclasses import dataclass

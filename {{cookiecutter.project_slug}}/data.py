@@ -1,6 +1,7 @@
 """The datasets and their transforms. Edit this file: main.py calls load_datasets.
 
-To change more than build_transforms offers, override `augment` or `prepare`, which get whole batches on the device:
+The datasets of images.py transform whole batches on the device. To change more than build_transforms offers, override
+`augment` or `prepare`, and use your class in place of the original:
 
     class Darker(ImagesInMemory):
         def augment(self, batch, epoch):

@@ -1,12 +1,10 @@
 """Train a model on one or many processes. Read top to bottom; the code is in execution order."""
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import model as task
 from config import Config
 from data import load_datasets
