@@ -107,6 +107,7 @@ lint: $(VENV)/ready
 
 types: $(VENV)/ready
 	cd '$(TEMPLATE)' && mypy --config-file '$(CURDIR)/pyproject.toml' .
+	MYPYPATH='$(TEMPLATE):$(TEMPLATE)/tests:benchmarks' mypy benchmarks scripts hooks
 
 # The environments: torch from PyPI, and the other packages of the groups in pyproject.toml. `make test` adds its own to
 # those of `make demo`.

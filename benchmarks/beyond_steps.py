@@ -279,7 +279,7 @@ class Watch:
         def timed_start(job: BackgroundJob, work: Callable[[], None]) -> None:
             start(job, self.timed("writes", work) if job.name == "checkpoint writer" else work)
 
-        BackgroundJob.start = timed_start  # type: ignore[method-assign]
+        BackgroundJob.start = timed_start  # type: ignore[assignment, method-assign]
         register_optimizer_step_post_hook(self.after_step)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        render = [sys.executable, "-m", "cookiecutter", "--no-input", "--output-dir", folder, REPOSITORY]
+        render = [sys.executable, "-m", "cookiecutter", "--no-input", "--output-dir", name, str(REPOSITORY)]
         subprocess.run([*render, "project_slug=project"], check=True, stdout=subprocess.DEVNULL)
         return max([judge(case, folder, arguments.points) for case in arguments.cases or CASES])
 

@@ -117,8 +117,11 @@ def files_of_torchvision(n: int) -> Any:
 def files_here(n: int) -> Any:
     """This project's, in the process that lists them."""
     from ddp.data.file_list import list_files
+    from image_files import find_classes, find_images
 
-    samples = list_files(folder_of(n), (".jpg",))[1]
+    folder = folder_of(n)
+    classes = find_classes(folder)
+    samples = list_files(str(folder), classes, lambda name: find_images(folder / name))
     return samples, [samples[index] for index in range(0, n, max(1, n // BATCH))]
 
 
@@ -155,6 +158,8 @@ def measure_law(name: str, n: int) -> None:
     """Print seconds and MB."""
     import torch.utils.data
     import torchvision.datasets
+
+    import image_files  # noqa: F401  # its time and memory are not those of a list
 
     law, _ = LAWS[name]
     if name.startswith("order"):

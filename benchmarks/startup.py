@@ -72,13 +72,12 @@ def main() -> None:
         }
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         refusals = []
-        for number in range(repetitions + 1):  # the first fills the caches and is not counted
+        for _ in range(repetitions + 1):
             for name, command in commands.items():
                 shutil.rmtree(folder / "run", ignore_errors=True)
-                taken = first_step(command, folder)
-                if number > 0:
-                    seconds[name].append(taken)
+                seconds[name].append(first_step(command, folder))
             refusals.append(refusal(project))
+    seconds = {name: taken[1:] for name, taken in seconds.items()}  # the first has filled the caches
     bare = seconds["bare script, torchrun"]
     print("| 2 processes, CPU | seconds to the first step | times the bare script |\n|---|--:|--:|")
     for name, taken in seconds.items():

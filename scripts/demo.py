@@ -15,8 +15,9 @@ DEMO = REPOSITORY / "demo"
 
 def main() -> int:
     shutil.rmtree(DEMO, ignore_errors=True)
-    render = [sys.executable, "-m", "cookiecutter", "--default-config", "--no-input", "--output-dir", DEMO, REPOSITORY]
-    subprocess.run(render, check=True, stdout=subprocess.DEVNULL)  # the hook's hints: main() prints others
+    render = [sys.executable, "-m", "cookiecutter", "--default-config", "--no-input"]
+    # The hook prints hints, but main() has others.
+    subprocess.run([*render, "--output-dir", DEMO, REPOSITORY], check=True, stdout=subprocess.DEVNULL)
     project = next(path for path in DEMO.iterdir() if path.is_dir())
     for left_over in ("runs", "data"):  # of a training in the template folder itself
         shutil.rmtree(project / left_over, ignore_errors=True)
