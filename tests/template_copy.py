@@ -72,6 +72,7 @@ def changed_main(edits: dict[str, str]) -> Any:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     module = ModuleType("changed_main")
+    module.__file__ = str(TEMPLATE / "main.py")
     sys.modules["changed_main"] = module  # where dataclasses look
     exec(compile(text, "changed_main.py", "exec"), vars(module))
     return vars(module)["main"]

@@ -147,7 +147,7 @@ def test_a_model_with_other_outputs_than_classes(
 def test_each_set_is_checked_for_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str) -> None:
     """A tensor of two images is no pair, although `inputs, targets = batch` would take it apart."""
     good = Samples(lambda index: (image(), index % 10))
-    datasets = Datasets(good, good, good)._replace(**{part: Samples(lambda index: image())})
+    datasets = Datasets(**{"train": good, "val": good, "test": good, part: Samples(lambda index: image())})
     monkeypatch.setattr(main, "load_datasets", lambda config: datasets)
     output = train(1, "--batch-size", 2, "--workers", 0, "--max-steps", 1, "--output-dir", tmp_path, code=2)
     assert "error: dataset Samples: a batch is a tensor of shape [2, 3, 32, 32], not (inputs, targets): " in output

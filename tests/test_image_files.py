@@ -239,4 +239,5 @@ def test_one_class_is_worth_a_warning(tmp_path: Path) -> None:
     output = train(
         1, *options(tmp_path / "data", "--val-fraction", 0, "--batch-size", 2, "--output-dir", tmp_path / "r")
     )
-    assert "1 class: all\nwarning: with one class, every answer is right" in output
+    assert f"warning: with one class, every answer is right: {tmp_path / 'data/train'} has only all\n" in output
+    assert "1 class: all\n" in output

@@ -329,7 +329,7 @@ def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
         first = node(three[0], 0, project, "end(6)", NNODES="3")
         for number in (signal.SIGKILL, signal.SIGTERM):
             killed = node(three[1], 1, project, NNODES="3")
-            time.sleep(1.5)
+            three[0].until_port(29500, CONNECTED)
             killed.signal(number)
             assert killed.wait() in (75, -9)
         rest = [node(three[rank], rank, project, "end(6)", NNODES="3") for rank in (1, 2)]

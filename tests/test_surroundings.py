@@ -18,6 +18,7 @@ from typing import Any
 import filelock
 import pytest
 from outputs import checkpoints
+from PIL import Image
 from project_runs import python
 from template_copy import TEMPLATE
 
@@ -61,11 +62,13 @@ def group() -> Iterator[Path]:
     folder = Path(f"/sys/fs/cgroup/cpu/ddp-test-{os.getpid()}")
     try:
         folder.mkdir()
-        (folder / "cpu.cfs_quota_us").write_text("100000")
     except OSError as error:
         pytest.skip(f"needs cgroup v1 and root ({error.strerror})")
-    yield folder
-    folder.rmdir()
+    try:
+        (folder / "cpu.cfs_quota_us").write_text("100000")
+        yield folder
+    finally:
+        folder.rmdir()
 
 
 def test_a_quota_of_a_control_group_limits_the_cores(group: Path) -> None:
@@ -84,6 +87,7 @@ def test_a_quota_of_a_control_group_limits_the_cores(group: Path) -> None:
         ("0::/\n", {"cpu.max": "150000 100000"}, 2),  # a container, with version 2
         ("0::/\n", {"cpu.max": "max 100000"}, 8),
         ("0::/a.slice/b\n", {"a.slice/b/cpu.max": "20000 100000"}, 1),
+        ("0::/a.slice/b\n", {"a.slice/b/cpu.max": "max 100000", "a.slice/cpu.max": "400000 100000"}, 4),
         ("3:cpu,cpuacct:/docker/1\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
         ("", {}, 8),
     ],
@@ -149,6 +153,21 @@ def test_a_console_may_lack_a_character(tmp_path: Path) -> None:
     done = subprocess.run([*map(str, words)], cwd=TEMPLATE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "a new run, in " in done.stdout and "\\xe9preuve" in done.stdout
     assert "Error" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["-P", "-I"])
+def test_python_may_leave_the_folder_of_the_program_out(flag: str, tmp_path: Path) -> None:
+    if flag == "-P" and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no -P")
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (32, 32)).save(picture)
+    train = ["main.py", *GIVEN, tmp_path / "run", "--nproc", 2]
+    predict = ["predict.py", tmp_path / "run/best.pt", picture]
+    for words in (train, predict, ["rehearse.py", "--help"], ["benchmark.py", "--help"]):
+        command = [sys.executable, "-B", flag, *map(str, words)]
+        done = subprocess.run(command, cwd=TEMPLATE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- a file system without locks ------------------------------------------------------------------------------------

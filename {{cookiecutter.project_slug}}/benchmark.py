@@ -20,6 +20,7 @@ import copy
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import model as model_file
 from benchmark_report import (
     DATA,
@@ -96,7 +97,6 @@ class Task:
         self.image_size: int = getattr(config, "image_size", 224)
         channels_last: bool = getattr(config, "channels_last", False)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
         self.segmentation = self.architecture.startswith(SEGMENTATION)
         self.train_set = self.sampler = None
         if not self.segmentation:
@@ -125,7 +125,7 @@ class Task:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The mean loss of a batch; of segmentation, over pixels."""
         if self.segmentation:
-            return F.cross_entropy(outputs["out"], targets)
+            return nn.functional.cross_entropy(outputs["out"], targets)
         return compute_loss(outputs, targets, self.config)
 
     def forward(self, model: Any, inputs: Any, targets: Any) -> Any:

@@ -78,6 +78,8 @@ def find_classes(folder: Path) -> list[str]:
         log.info("%s: left out are %s", folder, ", ".join(left_out))
     if not classes:
         raise SetupError(f"--data-dir: {folder} has no folders: it needs one for each class")
+    if len(classes) == 1:
+        log.warning(f"warning: with one class, every answer is right: {folder} has only {classes[0]}")
     return classes
 
 

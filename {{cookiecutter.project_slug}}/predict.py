@@ -3,6 +3,7 @@
 python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 from config import Config
 from ddp.checkpoint.reuse import load_checkpoint
 from ddp.core.errors import UsageError

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
@@ -25,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
 from config import Config

@@ -3,11 +3,13 @@
 Only Training, how it is built, and the step differ from the main.py that comes with the project.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import model as task
 from config import Config
 from data import load_datasets
@@ -41,8 +43,7 @@ class Training:
 
 def main(config: Config, rank_env: RankEnv) -> None:
     """Train, or only evaluate with --evaluate, as the process that `rank_env` describes. Every rank runs this."""
-    # Do all local checks first, so that errors surface before any rank blocks on another.
-    config = prepare(config, rank_env)
+    config = prepare(config, rank_env)  # all local checks come first: no rank waits for one that fails here
     datasets = check_datasets(load_datasets(config), config)
     seed_everything(config.seed)
     model = build(task, config, datasets.train, rank_env)
@@ -70,12 +71,11 @@ def main(config: Config, rank_env: RankEnv) -> None:
         run.resume(train_loader, training)
         run.log_summary(model, val_loader, test_loader)
         evaluated_model = model if ema is None else ema.module
-        compute = run.guarded(compute_gradients)  # with --guard N: twice in every N-th step, to compare them
 
         while not run.finished():  # --epochs, --max-steps or --patience; at once with --evaluate
             ddp_model.train()
             for batches in run.steps():  # seeds the step, and sets the learning rate
-                if compute(ddp_model, training, batches, config, ctx):
+                if run.guarded(compute_gradients)(ddp_model, training, batches, config, ctx):  # twice with --guard
                     with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
                         apply_gradients(training, config)
                 run.advance()  # counts the step; logs and saves when due

@@ -31,11 +31,8 @@ def differences(whole: Path, other: Path, weights: dict[str, list[str]] | None =
     Options, paths and speeds may differ. weights: names for those of each optimizer, in the order of its state_dict.
     """
     first, second = (_entries(output_dir, weights or {}) for output_dir in (whole, other))
-    found = []
-    every = {**first, **second}
-    for name in sorted(
-        every, key=lambda name: (not isinstance(every[name], torch.Tensor), not name.startswith("metrics.jsonl"))
-    ):
+    found, every = [], {**first, **second}
+    for name in sorted(every, key=lambda name: (not torch.is_tensor(every[name]), name[:13] != "metrics.jsonl")):
         one, two = (entries.get(name, "missing") for entries in (first, second))
         if digest(one) != digest(two):
             by = f"is {one!r}, then {two!r}"

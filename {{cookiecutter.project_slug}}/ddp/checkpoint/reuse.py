@@ -167,10 +167,9 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
         raise CheckpointError(f"--init-from {source}: none of its weights fits this model; {theirs}")
     model.load_state_dict(fitting, strict=False)
     log.info(f"weights from {source}: {len(fitting)} of {len(own)}")
+    resized = [f"{name} {list(weights[name].shape)}" for name in common if name not in fitting]
     unused = {
-        "of another size, so initialised anew": [
-            f"{name} {list(weights[name].shape)}" for name in common if name not in fitting
-        ],
+        "of another size, so initialised anew": resized,
         "missing, so initialised anew": [name for name in own if name not in weights],
         "not in this model": [name for name in weights if name not in own],
     }
@@ -187,9 +186,7 @@ def _refuse_random_constants(
 ) -> None:
     """Raise CheckpointError for a weight that is neither loaded nor trained, unless it does not depend on the seed."""
     known = {id(weight) for name, weight in model.named_parameters(remove_duplicate=False) if name in loaded}
-    frozen = {
-        name: weight for name, weight in model.named_parameters() if not (weight.requires_grad or id(weight) in known)
-    }
+    frozen = {name: each for name, each in model.named_parameters() if not (each.requires_grad or id(each) in known)}
     others: dict[str, Tensor] = {}
     if frozen and build is not None:
         with keep_random_state():

@@ -74,9 +74,8 @@ def read_rows(path: Path, content: Mapping[str, Any]) -> RowsOfAll:
     try:
         with ThreadPoolExecutor(available_cores()) as pool:
             digests = pool.map(partial(verify, bar=False), files)
-            for file, digest in zip(
-                progress([*files], f"verifying the rows of {path.name}", "file"), digests, strict=True
-            ):
+            names = progress([*files], f"verifying the rows of {path.name}", "file")
+            for file, digest in zip(names, digests, strict=True):
                 if digest != files[file]:
                     raise InvalidCheckpoint(file, "it is not the file that was written for this checkpoint")
         for file in files:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 CGROUPS, CGROUPS_OF = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+QUOTAS = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of control groups, version 2 and 1: quota and period
 MANY_FILES = 2**20  # with more, some programs need long to start: they close all that could be open
 
 
@@ -17,12 +18,12 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError):  # no Linux
         groups = re.findall(r"^\d+:(?:|cpu|cpu,cpuacct|cpuacct,cpu):/(.*)$", CGROUPS_OF.read_text(), re.MULTILINE)
-        for group in {"", *groups}:  # a container may see its own at the root
-            for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):  # of version 2 and 1
-                folder = CGROUPS / ("" if len(names) == 1 else "cpu") / group
-                with suppress(OSError, ValueError):  # there is none, or it is "max"
-                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                    cores = min(cores, max(1, math.ceil(quota / period))) if quota > 0 else cores
+        every = {each for group in map(Path, groups) for each in (group, *group.parents)}  # each may set one
+        for folder in (CGROUPS / below / group for below in ("", "cpu") for group in every):
+            files = [folder / name for name in QUOTAS if (folder / name).exists()]
+            with suppress(OSError, ValueError):  # there is none, or it is "max"
+                quota, period = map(int, " ".join(map(Path.read_text, files)).split())
+                cores = min(cores, max(1, math.ceil(quota / period))) if quota > 0 else cores
     return cores
 
 

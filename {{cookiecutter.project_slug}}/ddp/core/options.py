@@ -114,9 +114,8 @@ class OptionParser(argparse.ArgumentParser):
             else:
                 settings["metavar"] = rules["metavar"] or METAVARS[kind]
                 text = path if rules["metavar"] in ("PATH", "URL") else str
-                settings["type"] = (
-                    text if kind is str else number(kind, rules["min"], rules["max"], above=rules["above"])
-                )
+                in_range = number(kind, rules["min"], rules["max"], above=rules["above"])
+                settings["type"] = text if kind is str else in_range
             names = filter(None, [flag_of(item.name), rules["alias"]])
             value = os.environ.get(rules["variable"]) or argparse.SUPPRESS  # read like an argument, which wins
             section = rules["section"]

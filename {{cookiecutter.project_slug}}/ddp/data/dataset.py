@@ -1,7 +1,7 @@
 """BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ class Datasets:
     val: Any = None
     test: Any = None
     sampler: Any = None
-
-    _replace = replace  # as a named tuple has it
 
     def __getitem__(self, index: Any) -> Any:
         return (self.train, self.val, self.test)[index]
@@ -110,16 +108,13 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
     if config.patience is not None and found.val is None and not config.evaluate:
         raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
     if found.sampler is not None and not (hasattr(found.sampler, "indices") and hasattr(found.sampler, "length")):
-        lacks = "lacks indices(epoch, start, stop) or length(epoch)"
-        raise UsageError(
-            f"the sampler that load_datasets returned ({type(found.sampler).__name__}) {lacks}: see docs/data.md"
-        )
+        returned = f"the sampler that load_datasets returned ({type(found.sampler).__name__})"
+        raise UsageError(f"{returned} lacks indices(epoch, start, stop) or length(epoch): see docs/data.md")
     for part, dataset in zip(("training", "validation", "test"), found[:], strict=True):
         if dataset is None:
             continue
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
+        indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or not indexed:
             stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:

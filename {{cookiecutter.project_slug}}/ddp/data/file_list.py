@@ -4,7 +4,8 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,17 @@ class FileList(Sequence[tuple[str, int]]):
         self.names, self.ends, self.targets, self.rows = names, ends, targets, rows
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[str, int]]) -> "FileList":
+    def of(cls, pairs: Iterable[tuple[str, int]]) -> "FileList":
         """A FileList of any pairs; the same if it is one."""
         if isinstance(pairs, FileList):
             return pairs
-        names = [os.fsencode(path) for path, _ in pairs]
-        every = torch.from_numpy(numpy.frombuffer(bytearray(b"".join(names)), numpy.uint8))
-        ends = torch.tensor([len(name) for name in names], dtype=torch.int64).cumsum(0)
-        targets = torch.tensor([target for _, target in pairs], dtype=torch.int64)
-        return cls(every, ends, targets, torch.arange(len(names)))
-
-    @classmethod
-    def join(cls, lists: Sequence["FileList"]) -> "FileList":
-        """One after the other. Each must be whole, and not a part."""
-        names, targets = (torch.cat([getattr(each, name) for each in lists]) for name in ("names", "targets"))
-        lengths = torch.cat([each.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) for each in lists])
-        return cls(names, lengths.cumsum(0), targets, torch.arange(len(targets)))
+        names, ends, targets = array("B"), array("q"), array("q")
+        for path, target in pairs:
+            names.frombytes(os.fsencode(path))
+            ends.append(len(names))
+            targets.append(target)
+        table = [torch.from_numpy(numpy.array(each)) for each in (names, ends, targets)]
+        return cls(table[0], table[1], table[2], torch.arange(len(ends)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,8 +68,7 @@ def list_files(name: str, classes: Sequence[str], files_of: Callable[[str], Sequ
 
     def find() -> dict[str, Any]:
         numbered = enumerate(progress(classes, "listing files", "class"))
-        lists = [FileList.of([(path, number) for path in files_of(each)]) for number, each in numbered]
-        return vars(FileList.join(lists))
+        return vars(FileList.of((path, number) for number, name in numbered for path in files_of(name)))
 
     return FileList(**once_per_machine(f"files {name} {classes}", find))
 

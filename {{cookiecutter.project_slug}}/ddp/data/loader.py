@@ -195,9 +195,8 @@ class EvalLoader(_Loader):
                 self._counts, self._asked = position < count, False
                 yield batch
                 if not (self._counts or self._asked):
-                    raise UsageError(
-                        "--shard: evaluate must skip what does not count: see eval_loader.counts in main.py"
-                    )
+                    rule = "evaluate must skip what does not count: see eval_loader.counts in main.py"
+                    raise UsageError(f"--shard: {rule}")
                 if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
 

@@ -139,12 +139,10 @@ class FailureMonitor:
 
     def raise_if_lost(self, ranks: Callable[[], list[int]]) -> None:
         """Raise why the run ends, if one of `ranks()` has had time to learn that it does, and has not."""
-        cause = self.cause or self.found
+        cause, late = self.cause or self.found, time.monotonic() > self.ends_since + RESPONSE_TIMEOUT_S
         if cause is None:
             self.ends_since = time.monotonic()
-        elif time.monotonic() > self.ends_since + RESPONSE_TIMEOUT_S and not all(
-            self.store.check([f"done/{rank}"]) for rank in ranks()
-        ):
+        elif late and not all(self.store.check([f"done/{rank}"]) for rank in ranks()):
             raise cause
 
     def _enter(self, state: State) -> None:

@@ -35,12 +35,11 @@ def create_store(env: RankEnv, timeout: float) -> dist.Store:
         return dist.HashStore()
     limit = timedelta(seconds=timeout)
     try:
-        if env.store_in != "file":
-            found = socket.getaddrinfo(*env.endpoint, type=socket.SOCK_STREAM)
-            _check_endpoint(env, found) if env.hosts_store else _wait_for_rank_0(env, timeout)
         if env.store_in == "file":  # not as a URL, which would end at a # or a ?
             store: dist.Store = dist.FileStore(env.init_method.removeprefix("file://"), env.world_size)
         else:
+            found = socket.getaddrinfo(*env.endpoint, type=socket.SOCK_STREAM)
+            _check_endpoint(env, found) if env.hosts_store else _wait_for_rank_0(env, timeout)
             store = next(dist.rendezvous(env.init_method, env.rank, env.world_size, timeout=limit))[0]
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

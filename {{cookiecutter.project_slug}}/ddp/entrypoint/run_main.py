@@ -3,7 +3,6 @@
 --nproc starts the ranks on this machine, forwards signals to them, and returns one exit code for all.
 """
 
-import io
 import logging
 import os
 import sys
@@ -40,7 +39,7 @@ def run_and_exit(command: Callable[[], int]) -> NoReturn:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the console may lack a character of a path
+        if hasattr(stream, "reconfigure"):  # the console may lack a character of a path
             stream.reconfigure(errors="backslashreplace")
     # To report an error before the rank is known. The first variable of each launcher holds it.
     rank = next((os.environ[first] for first, *_ in VARIABLES.values() if first in os.environ), "0")

@@ -1,9 +1,8 @@
 """The loss of a step: the mean over what counts in its global batch, however that is divided."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
+from contextlib import suppress
 from itertools import chain
-from operator import add
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class LossMean:
         for each in losses.values():
             check_loss(each)
         if self.count is None:
-            return reduce(add, losses.values())
+            return loss if loss is not losses else sum(losses.values())
         terms = self._terms(losses, outputs, targets)
         if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
             others = list(self.unread) if len(losses) > 1 else []  # each needs a factor, and finish() applies only one
@@ -54,7 +53,7 @@ class LossMean:
         self.terms = self.terms + terms
         weights = zip(losses.values(), (terms / self.expected).tolist(), strict=True)
         if weighted := [each * weight for each, weight in weights if weight]:
-            return reduce(add, weighted)
+            return sum(weighted[1:], weighted[0])
         # Without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient.
         parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
         return 0 * sum(parts or losses.values())
@@ -79,10 +78,7 @@ class LossMean:
 
 
 def _checked_terms(terms: Any) -> float:
-    try:
-        number = float(terms)
-    except (TypeError, ValueError, RuntimeError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise UsageError(f"loss_terms in model.py returned {terms!r}: return how many terms the loss is a mean of")
-    return number
+    with suppress(TypeError, ValueError, RuntimeError):
+        if 0 <= float(terms) < float("inf"):
+            return float(terms)
+    raise UsageError(f"loss_terms in model.py returned {terms!r}: return how many terms the loss is a mean of")

@@ -76,9 +76,8 @@ class Meter:
             if isinstance(zero, list):
                 self.total[name] = self.total.get(name, []) + _in_order(self.ctx.gather(local.get(name, [])))
             else:
-                self.total[name] = self.total.get(name, 0) + self.ctx.sum(
-                    zero + local.get(name, zero).reshape(zero.shape)
-                )
+                ours = zero + local.get(name, zero).reshape(zero.shape)
+                self.total[name] = self.total.get(name, 0) + self.ctx.sum(ours)
         if "loss" in self.total and not math.isfinite(self.total["loss"].item()):
             remedy = "start again in another --output-dir with a lower --lr, a longer --warmup-epochs or --clip-grad"
             raise Diverged(f"the loss is no longer finite: {remedy}")

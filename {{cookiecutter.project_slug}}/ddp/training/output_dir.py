@@ -1,6 +1,5 @@
 """What rank 0 writes to the output directory: its lock, config.json, metrics.jsonl, TensorBoard and other trackers."""
 
-import errno
 import fcntl
 import json
 import logging
@@ -87,8 +86,6 @@ class OutputDir:
                 owner = f" ({lock_path.read_text()})"
             raise OutputInUse(f"another run{owner} writes to {self.path}: {IN_USE_REMEDY}") from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
             log.warning(f"warning: the file system of {lock_path} has no locks: .lease takes its place")
             lost = OutputInUse(f"another run took {self.path} over, because this one stood still for {LEASE_S:.0f} s")
             times: Any = {"lease_duration": LEASE_S, "heartbeat_interval": LEASE_S / 12}

@@ -163,8 +163,6 @@ class Run:
         Before each, it seeds all generators for the step and the rank, and sets the learning rate.
         """
         state, loader = self.state, self.train_loader
-        if self.config.guard and not self.guards:
-            raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         self.log.start_epoch()
         self.log.enter("productive")
         self.ctx.stop_sync.restart(training=True)
@@ -186,6 +184,8 @@ class Run:
         The end of an epoch is logged as well, so that a line covers one epoch only. `end_epoch` saves it.
         """
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
+        if self.config.guard and not self.guards:
+            raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         state.step += 1
         state.samples_consumed += loader.global_batch
         if not self.frozen:  # from now on, a full garbage collection does not visit what exists since the first step

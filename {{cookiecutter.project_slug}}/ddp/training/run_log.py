@@ -101,10 +101,6 @@ class RunLog:
         if classes := [str(name) for name in classes_of(loader.dataset)]:
             names = classes if len(classes) <= 3 else [classes[0], "...", classes[-1]]
             log.info(f"{plural(len(classes), 'class', 'es')}: {', '.join(names)}")
-            if len(classes) == 1:
-                log.warning(
-                    "warning: with one class, every answer is right: see that the data have one folder for each"
-                )
         processes = plural(ctx.world_size, "process", "es")
         launcher = f" ({ctx.launcher.value})" if ctx.world_size > 1 else ""
         log.info(f"{processes}{launcher} on {ctx.device.type}, {ctx.backend}, {config.precision}")

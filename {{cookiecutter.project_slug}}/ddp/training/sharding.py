@@ -80,9 +80,8 @@ def shard_model(model: nn.Module, config: RunConfig, ctx: DistContext, blocks: B
                     if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not _is_sharded_module(norm):
                         fully_shard(norm, mesh=mesh, mp_policy=for_norm)
                         _refuse_other_weights([norm])
-        fully_shard(
-            group if len(group) > 1 else group[0], mesh=mesh, mp_policy=for_root if group == [model] else policy
-        )
+        unit = group if len(group) > 1 else group[0]
+        fully_shard(unit, mesh=mesh, mp_policy=for_root if group == [model] else policy)
         _refuse_other_weights(group)
     for name, weight in model.named_parameters():  # what the owner has stored there, perhaps for the optimizer
         vars(weight).update(attributes[name])
@@ -211,10 +210,8 @@ def _compare_first_pass(model: nn.Module, ctx: DistContext) -> None:
 def _refuse_different(used: list[str]) -> None:
     for rank, theirs in enumerate(used):
         if theirs != used[0]:
-            rule = "all ranks must use the same weights, in the same order"
-            raise UsageError(
-                f"--shard: rank 0 uses {used[0] or 'no more'}, rank {rank} uses {theirs or 'no more'}: {rule}"
-            )
+            uses = f"rank 0 uses {used[0] or 'no more'}, rank {rank} uses {theirs or 'no more'}"
+            raise UsageError(f"--shard: {uses}: all ranks must use the same weights, in the same order")
 
 
 def _weights_of(outputs: Any) -> Iterator[torch.Tensor]:
