@@ -224,6 +224,17 @@ def test_a_class_without_images_and_a_folder_without_classes_are_refused(folder:
     assert refusal(folder) == f"--data-dir: {folder}/train has no folders: it needs one for each class"
 
 
+@pytest.mark.parametrize("name", ["IMG_1.HEIC", "more/a.avif"])
+def test_images_that_are_not_read_are_refused(name: str, folder: Path) -> None:
+    """A phone may have stored most of its photos so: the others would train a worse model without a word."""
+    (folder / "train/cat/more").mkdir()
+    (folder / "train/cat" / name).touch()
+    text = f"--data-dir: {folder}/train/cat/{name} would be left out: convert such files, or move them away"
+    assert refusal(folder) == text
+    (folder / "train/cat" / name).rename(folder / "train/cat/more/._1.heic")
+    assert loaded(folder, "--val-fraction", 0).classes == ["cat", "dog"]
+
+
 def test_the_order_is_that_of_torchvision(folder: Path) -> None:
     """A checkpoint of before counts its samples so."""
     from torchvision.datasets import ImageFolder
