@@ -30,7 +30,7 @@ from images import ImageDataset, ImagesInMemory, ImageTransforms
 log = logging.getLogger("ddp")  # rank 0 prints it
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
-OTHER = (".heic", ".heif", ".avif", ".jxl")  # images that many a Pillow cannot read
+IMAGES = (*EXTENSIONS, ".heic", ".heif", ".avif", ".jxl")  # many a Pillow cannot read the last ones
 HIDDEN = re.compile(r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$")  # what is no class and no image
 SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 
@@ -93,10 +93,8 @@ def find_images(folder: Path) -> list[str]:
     found = []
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if not HIDDEN.match(name)]
-        found += [
-            (root, name) for name in names if name.lower().endswith(EXTENSIONS + OTHER) and not HIDDEN.match(name)
-        ]
-    if unread := sorted(os.path.join(*each) for each in found if each[1].lower().endswith(OTHER)):
+        found += [(root, name) for name in names if name.lower().endswith(IMAGES) and not HIDDEN.match(name)]
+    if unread := sorted(os.path.join(*each) for each in found if not each[1].lower().endswith(EXTENSIONS)):
         raise SetupError(f"--data-dir: {unread[0]} would be left out: convert such files, or move them away")
     if not found:
         raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
