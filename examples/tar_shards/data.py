@@ -74,9 +74,11 @@ def list_members(folder: Path, index: Path) -> FileList:
         index.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(index.with_suffix(".lock")):
             if read_index(index).get("files") != facts:
-                lists = [FileList.of([*members(path)]) for path in progress(files, f"indexing {folder}", "file")]
+                found = FileList.of(
+                    pair for path in progress(files, f"indexing {folder}", "file") for pair in members(path)
+                )
                 with atomic_write(index) as file:
-                    torch.save({"files": facts, "members": vars(FileList.join(lists))}, file)
+                    torch.save({"files": facts, "members": vars(found)}, file)
         return FileList(**read_index(index)["members"])
     except OSError as error:
         raise SetupError(f"cannot write {index}: {error}; choose another --index-dir") from error

@@ -92,7 +92,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _broadcast_buffers_that_are_read(wrapped, model, ctx)
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
-    _warn_of_frozen_norms(model)
+    _warn_of_frozen_norms(model, ctx)
     if not (config.shard or config.sync_bn or config.compile):  # there, a forward pass waits for other ranks
         _time_forward(model, ctx)
     count_flops(model, config, ctx, task)
@@ -179,14 +179,14 @@ def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def _warn_of_frozen_norms(model: torch.nn.Module) -> None:
+def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
     """Warn, at the third step, of a BatchNorm layer whose weights do not change while its statistics do."""
     norms = [(name, part) for name, part in model.named_modules() if _is_batch_norm(part) and part.affine]
     frozen = [(name, part, local(part.bias).clone()) for name, part in norms if not part.bias.requires_grad]
     steps = count(1)
 
     def check(*_: Any) -> None:
-        for name, part, before in frozen if next(steps) == 3 else ():
+        for name, part, before in frozen if next(steps) == 3 and ctx.rank == 0 else ():
             if part.training and before.equal(local(part.bias)):  # a key encoder has followed the trained weights
                 remedy = "keep it in evaluation mode, as 'Fine-tune' in docs/recipes.md does"
                 return log.warning(f"warning: {name} is frozen, but its statistics follow each batch: {remedy}")
