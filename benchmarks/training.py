@@ -56,8 +56,7 @@ SCRIPTS = {
 }
 ALL = (NAIVE, "Accelerate", "Fabric", "Ignite", OURS, LIMIT)
 IN_TURNS = f"{OURS}, in turns with the {LIMIT}"
-SLICE = 50  # steps, as in loops/timed.py
-CIFAR10 = 50_000  # images
+EPOCHS = {"cifar10": 50_000, "synthetic": 10_000}  # images of an epoch, validation included
 WARM_UP = 0.2  # of the steps
 RUN_TIMEOUT_S = 1800
 EXIT_GRACE_S = 45  # torchrun kills ranks that have not exited 30 s after SIGTERM
@@ -82,6 +81,7 @@ class Case:
     flags: tuple[str, ...] = ()
     contestants: tuple[str, ...] = ALL
     slices: int = 12  # the minimum number, to compare with the limit
+    slice: int = 50  # steps in each
     # One value per repetition, None if it failed: images/s of all processes, by contestant.
     speeds: dict[str, list[float | None]] = field(default_factory=dict)
     parts: list[float | None] = field(default_factory=list)  # this project's speed / the limit's, which take turns
@@ -106,7 +106,7 @@ def cases_for(gpus: int) -> list[Case]:
             name = f"{model}{''.join(flags).replace('--precision', '').replace('--', '-')}"
             # One GPU: synthetic data have 10,000 images, and at the end of an epoch the project would evaluate.
             both, steps = (OURS, LIMIT), 10_000 // batch - 1
-            cases.append(Case(name, title, 1, batch, steps, "synthetic", model, 224, flags, both))
+            cases.append(Case(name, title, 1, batch, steps, "synthetic", model, 224, flags, both, slice=10))
     return cases
 
 
@@ -134,11 +134,13 @@ class Bench:
 
     def part_of_limit(self, case: Case) -> float:
         """This project's speed / the limit's: the median over slices of steps, without slices with an epoch's end."""
-        epoch = CIFAR10 // (case.batch * case.processes)
-        steps = max(case.steps, case.slices * SLICE)
-        found = self._run(case, OURS, steps, "--compare-limit", shlex.join(self._model(case, LIMIT)))
-        begins = range(SLICE, steps, SLICE)
-        whole = [times for begin, times in zip(begins, found["slices"], strict=False) if begin % epoch + SLICE < epoch]
+        epoch = EPOCHS[case.dataset] // (case.batch * case.processes)
+        steps = max(case.steps, case.slices * case.slice)
+        timing = ("--slice", str(case.slice), "--compare-limit", shlex.join(self._model(case, LIMIT)))
+        slices = zip(
+            range(case.slice, steps, case.slice), self._run(case, OURS, steps, *timing)["slices"], strict=False
+        )
+        whole = [times for begin, times in slices if begin % epoch + case.slice < epoch]
         return statistics.median(limit / ours for ours, limit in whole)
 
     def _model(self, case: Case, contestant: str) -> list[str]:
@@ -294,7 +296,7 @@ def repetition(bench: Bench, case: Case, contestants: Sequence[str], prefix: str
     for name in contestants:
         case.speeds.setdefault(name, []).append(measure(name, partial(bench.speed, case, name)))
         save()
-    takes_turns = case.dataset == "cifar10" and CIFAR10 // (case.batch * case.processes) > 3 * SLICE
+    takes_turns = EPOCHS.get(case.dataset, 0) // (case.batch * case.processes) > 3 * case.slice
     if takes_turns and {OURS, LIMIT} <= set(contestants):
         case.parts.append(measure(IN_TURNS, partial(bench.part_of_limit, case)))
         save()

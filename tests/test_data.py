@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import benchmark
@@ -1417,3 +1418,19 @@ def test_a_stop_is_raised_in_an_evaluation_on_every_rank_after_the_same_batch() 
         return batches, None
 
     assert by_rank(2, evaluated) == [(1, signal.SIGTERM)] * 2
+
+
+def test_images_on_a_gpu_are_prepared_in_larger_chunks_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that has no content takes the place of one: an evaluation runs the model on whole chunks."""
+    config = options("--batch-size=16", "--workers=0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+
+    def chunks(ctx: DistContext) -> list[int]:
+        pictures, targets = torch.zeros(500, 3, 32, 32, dtype=torch.uint8), torch.zeros(500, dtype=torch.long)
+        train, val = (ImagesInMemory(pictures, targets, NAMES, build_transforms(config)) for _ in range(2))
+        on_gpu: Any = SimpleNamespace(**vars(ctx) | {"device": torch.device("cuda")}, check_same=ctx.check_same)
+        sizes = [TrainLoader(train, config, ctx).chunk_size, TrainLoader(train, config, on_gpu).chunk_size]
+        return [*sizes, EvalLoader(val, config, on_gpu).chunk_size]
+
+    assert by_rank(1, chunks) == [[256, 4096, 256]]

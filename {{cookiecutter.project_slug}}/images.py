@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +22,7 @@ from ddp.data.dataset import BatchDataset
 from ddp.distributed.seeds import derive_seed, random_bits
 
 CHUNK_PIXELS = 256 * 32 * 32  # of images in memory that are prepared together: 3 MB of floats
+GPU_CHUNK_PIXELS = 16 * CHUNK_PIXELS  # in training, on a GPU: starting the 40 kernels of a chunk takes longest there
 MAX_COPIED_BYTES = 1 << 30  # of images in memory of which a process keeps padded and flipped copies
 MAX_GPU_SHARE = 0.05  # of the free memory of a GPU, for images
 SHOWN_IMAGES = 16  # of the first batch, in TensorBoard
@@ -98,7 +100,7 @@ class ImageDataset(BatchDataset):
         inputs = torch.addcmul(self._shift, inputs, self._scale, out=inputs)
         size = self.transforms.image_size
         if inputs.shape[-1] != size:
-            inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=True)
+            inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", antialias=inputs.shape[-1] > size)
         return inputs, targets
 
     def describe(self) -> dict[str, Any]:
@@ -162,7 +164,6 @@ class ImagesInMemory(ImageDataset):
 
     def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str], transforms: ImageTransforms) -> None:
         super().__init__(len(images), classes, transforms, read_size=images.shape[-1])
-        # Small batches are made several at once: one by one, they would cost a small model some percent of its step.
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.images, self.targets = images, targets
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
@@ -177,17 +178,16 @@ class ImagesInMemory(ImageDataset):
         return part
 
     def to(self, device: torch.device) -> None:
-        if self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
-            self.images = self.images.to(device)
-        else:
-            self.on_device = False
+        self.on_device = self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+        if self.on_device:
+            self.images, self.chunk_size = self.images.to(device), GPU_CHUNK_PIXELS // self.transforms.image_size**2
 
     def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
         """Targets and sample numbers, in host memory; and the images, unless they are where batches are made.
 
         `augment` or, in an evaluation, `prepare` selects the others, on the device.
         """
-        samples = torch.tensor(indices)
+        samples = torch.from_numpy(numpy.fromiter(indices, numpy.int64, len(indices)))  # faster than torch.tensor
         found = self.targets.index_select(0, samples), samples
         if self.on_device and get_worker_info() is None:
             return found

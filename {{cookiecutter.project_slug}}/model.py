@@ -72,7 +72,7 @@ def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, An
     """
     return {
         "loss": loss.detach() * len(targets),
-        "correct": (outputs.argmax(1) == targets).count_nonzero(),
+        "correct": (outputs.argmax(1) == targets).sum(),
         "count": len(targets),
     }
 

@@ -6,7 +6,7 @@ All contestants run under this script, so all are measured by the same clock: a 
 any optimizer. After --steps steps the process exits, and rank 0 writes FILE: {"steps": [seconds, ...]}.
 
 With --compare-limit OPTIONS, which are options of limit.py, the script and the limit take turns in the same processes,
-SLICE steps each. FILE then also has "slices": [seconds of the script, seconds of the limit]. The speed of a noisy
+--slice steps each. FILE then also has "slices": [seconds of the script, seconds of the limit]. The speed of a noisy
 machine may change by a quarter between two runs; this way it affects both equally.
 """
 
@@ -29,14 +29,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-SLICE = 50  # steps; each slice includes a logged line
-
 
 class Timer:
     """Counts and times the steps of the script. There is one instance."""
 
-    def __init__(self, steps: int, file: Path, limit: str | None) -> None:
-        self.steps, self.file, self.limit_options = steps, file, limit
+    def __init__(self, steps: int, file: Path, limit: str | None, slice_steps: int) -> None:
+        self.steps, self.file, self.limit_options, self.slice_steps = steps, file, limit, slice_steps
         self.times: list[float] = []
         self.slices: list[tuple[float, float]] = []
         self.limit: Any = None
@@ -49,7 +47,7 @@ class Timer:
             return
         now = time.perf_counter()
         self.times.append(now - self.limit_s)
-        if self.limit_options is not None and len(self.times) % SLICE == 0:
+        if self.limit_options is not None and len(self.times) % self.slice_steps == 0:
             self._run_limit(now)
         if len(self.times) == self.steps:
             self._end()
@@ -63,11 +61,11 @@ class Timer:
             now = time.perf_counter()
         if self.limit is None:
             self.limit = Limit(parser().parse_args(shlex.split(self.limit_options or "")))
-            for _ in range(SLICE):
+            for _ in range(self.slice_steps):
                 self.limit.step()
         else:
             start = time.perf_counter()
-            for _ in range(SLICE):
+            for _ in range(self.slice_steps):
                 self.limit.step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -93,6 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--times", type=Path, required=True)
     parser.add_argument("--compare-limit", metavar="OPTIONS")
+    parser.add_argument("--slice", type=int, default=50, help="with 50, each includes a logged line")
     parser.add_argument("--cifar10", type=Path, help="a folder with made-up images in CIFAR-10's format")
     parser.add_argument("script")
     parser.add_argument("options", nargs=argparse.REMAINDER)
@@ -100,7 +99,7 @@ def main() -> None:
 
     if arguments.cifar10 is not None:
         accept(arguments.cifar10)
-    timer = Timer(arguments.steps, arguments.times, arguments.compare_limit)
+    timer = Timer(arguments.steps, arguments.times, arguments.compare_limit, arguments.slice)
     register_optimizer_step_post_hook(timer.after_step)
     sys.argv = [arguments.script, *arguments.options]
     sys.path.insert(0, str(Path(arguments.script).parent))

@@ -124,7 +124,7 @@ def compute_loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
 
 def batch_totals(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
     """Sums over the samples of a batch, which are added up over batches and ranks."""
-    correct = (outputs.argmax(1) == targets).count_nonzero()
+    correct = (outputs.argmax(1) == targets).sum()
     return {"loss": loss.detach() * len(targets), "correct": correct, "count": len(targets)}
 
 

@@ -5,6 +5,7 @@ Without a GPU all tests are skipped. GPU_TESTS_DEVICE=cpu runs those that mean s
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -60,6 +61,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     machine = (
         f"{', '.join(GPUS) or platform.processor() or 'CPU'}; torch {torch.__version__}, CUDA {torch.version.cuda}"
     )
+    if GPUS:
+        machine += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        machine += f" (TORCH_DIST_USE_NCCL2={os.environ.get('TORCH_DIST_USE_NCCL2', '')})"
     lines = [f"{machine}, Python {platform.python_version()}", "", "| question | answer |", "|---|---|"]
     lines += [f"| {question} | {answer} |" for question, answer in rows]
     TABLE.parent.mkdir(exist_ok=True)

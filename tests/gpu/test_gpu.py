@@ -227,6 +227,58 @@ def test_one_process_with_nccl(project: Project, tmp_path: Path, answer: Answer)
     answer("yes")
 
 
+NCCL = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+from ddp.distributed.process_group import _set_nccl_timeout
+from ddp.distributed.rank_reports import backend_of, collective_count, record_collectives, recorded_collectives
+record_collectives()
+device = torch.device("cuda", 0)
+options = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "timeout": timedelta(seconds=SECONDS)}
+dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
+values = torch.ones(4, device=device)
+"""
+
+
+@pytest.mark.needs_gpu
+def test_collectives_over_nccl(project: Project, answer: Answer) -> None:
+    """Are collectives over NCCL recorded and counted, for the report of a hang?"""
+    code = """
+before = collective_count(device)
+for _ in range(3):
+    dist.all_reduce(values)
+torch.cuda.synchronize()
+time.sleep(2)  # a thread of the recorder notes that they are done
+found = [each for each in recorded_collectives() if not each.key.startswith("gloo")]
+print(type(backend_of(device)).__name__, collective_count(device) - before, *(each.operation for each in found))
+print([each.tensors for each in found], [each.site for each in found], [each.waited_s for each in found])
+"""
+    output = project.run("-c", NCCL.replace("SECONDS", "60") + code)
+    name, count, *operations = output.splitlines()[-2].split()
+    assert count == "3" and [each.lower().replace("_", "") for each in operations] == ["allreduce"] * 3, output
+    assert output.splitlines()[-1].endswith("[0.0, 0.0, 0.0]"), output
+    answer(f"yes: {name}")
+
+
+@pytest.mark.needs_gpu
+def test_timeout_of_nccl(project: Project, answer: Answer) -> None:
+    """Does NCCL wait longer than --timeout, so that the run can say what has happened?"""
+    code = """
+SET
+torch.cuda._sleep(int(15 * 2e9))  # at least 10 s of the GPU
+dist.all_reduce(values)
+torch.cuda.synchronize()
+time.sleep(1)
+print("done")
+"""
+    start = NCCL.replace("SECONDS", "4")
+    longer = "_set_nccl_timeout(backend_of(device), timedelta(seconds=100))"
+    assert project.run("-c", start + code.replace("SET", longer)).endswith("done\n")
+    with project.start("-c", start + code.replace("SET", "")) as process:
+        output, _ = process.communicate(timeout=100)
+    answer("yes" + ("; by default it would end the process" if "done" not in output else ", as by default"))
+
+
 @pytest.mark.needs_gpu(count=2)
 def test_two_gpus_with_nccl(project: Project, tmp_path: Path, answer: Answer) -> None:
     """Do two GPUs train over NCCL, and resume bit for bit?"""
@@ -463,6 +515,28 @@ def test_waiting_for_data(project: Project, tmp_path: Path, answer: Answer) -> N
         line = lines(tmp_path / f"out{len(found)}", "train")[-1]
         found.append(f"{line['data_ms']:.2f} of {line['step_ms']:.2f} ms")
     answer(f"{found[0]} with data in memory; {found[1]} with a worker (ToyModel, batch 64)")
+
+
+BUSY = """
+import torch
+_loss = compute_loss
+def compute_loss(outputs, targets, config):
+    torch.cuda._sleep(40_000_000)  # about 20 ms of the GPU
+    return _loss(outputs, targets, config)
+"""
+
+
+@pytest.mark.needs_gpu
+def test_waiting_for_the_program(project: Project, tmp_path: Path, answer: Answer) -> None:
+    """Does the line of an epoch say that the GPU waits for the program, with a remedy?"""
+    output = project.train(*FAST, "--output-dir", tmp_path / "out")
+    found = re.findall(r"the GPU waits \d+% of the time: raise --batch-size, or use --compile$", output, re.MULTILINE)
+    assert len(found) == 1, output
+    gpu_ms = lines(tmp_path / "out", "train_epoch")[-1]["gpu_ms"]
+    step_ms = lines(tmp_path / "out", "train")[-1]["step_ms"]
+    project.edit(BUSY)
+    assert "the GPU waits" not in project.train(*FAST, "--output-dir", tmp_path / "busy")
+    answer(f"yes: {found[0]} (ToyModel, batch 64: {gpu_ms:.2f} of {step_ms:.2f} ms); nothing, if it does not wait")
 
 
 @pytest.mark.needs_gpu

@@ -34,11 +34,14 @@ class _Loader:
         self.length = len(dataset)
         # Otherwise ranks would take different numbers of steps, and wait for each other.
         ctx.check_same({f"the number of {part} samples": self.length})
-        self.chunk_size = config.batch_size * max(1, self.hooks.chunk_size // config.batch_size)
+        self.chunk_size = self._whole_batches()
         default = 0 if self.hooks.in_memory else max(1, min(MAX_WORKERS, available_cores() // ctx.local_world_size))
         self.workers = default if config.workers is None else config.workers
         if self.workers == 0 and ctx.device.type == "cuda":  # DataLoader workers could not reach data on the GPU
             self.hooks.to(ctx.device)
+
+    def _whole_batches(self) -> int:
+        return self.config.batch_size * max(1, self.hooks.chunk_size // self.config.batch_size)
 
     def reader(self, epoch: int) -> SeededReader:
         """What reads and collates the samples of an epoch, in each DataLoader worker."""
@@ -73,6 +76,9 @@ class TrainLoader(_Loader):
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, sampler: Any = None) -> None:
         super().__init__(dataset, "training", config, ctx)
+        self.chunk_size = (
+            self._whole_batches()
+        )  # `to` may have raised it; a model evaluates whole chunks, and keeps its
         self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
         seed = derive_seed(config.seed)  # the epoch is added to it: a plain seed 0 would become seed 1 in epoch 1
         self.order = sampler or Shuffled(self.length, seed)

@@ -25,7 +25,7 @@ class LossMean:
         self.count: Any = getattr(task, "loss_terms", None)
         self.passes, self.ctx = config.grad_accum_steps, ctx
         self.unread: Iterator[Any] = iter(())
-        self.terms = torch.zeros(1, dtype=torch.double)  # of each loss: of this rank, in the passes so far
+        self.terms: Any = self.count and torch.zeros(1, dtype=torch.double)  # of each loss, of this rank, in all passes
         self.expected: torch.Tensor | None = None  # of a rank in a pass, on average over those that are known at first
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from ddp.data.dataset import classes_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.flops import rates as more_rates
+from ddp.training.gpu_wait import GpuWait
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.rank_speeds import RankSpeeds
 from ddp.training.wrapping import model_name
@@ -61,7 +62,7 @@ class RunLog:
         self.metrics: MetricLogger | None = None  # on rank 0
         self.profiler: profile | None = None
         self.bar: tqdm | None = None
-        self.speeds = RankSpeeds(ctx)
+        self.speeds, self.gpu_wait = RankSpeeds(ctx), GpuWait(ctx)
         self.loader: Any = None  # from start() on, as the next two lines
         self.resumed_from: str | None = None
         self.first_step, self.total_steps, self.steps_per_epoch, self.started = 0, 0, 0, 0.0
@@ -120,6 +121,7 @@ class RunLog:
     def start_epoch(self) -> None:
         """Show a progress bar on a terminal, and measure the speed from here on."""
         self.last_train, self.epoch_moment, self.logged_moment = "", self._moment(), self._moment()
+        self.gpu_wait.start_epoch()
         if self.metrics is not None and sys.stderr.isatty():
             total = self.loader.steps_left(self.state.epoch)
             options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
@@ -131,6 +133,7 @@ class RunLog:
         """An optimizer step was taken."""
         self.save_cost.step(writing=not self.checkpoints.writer.done.is_set())
         self.ledger.stepped_at = self.ledger.now()
+        self.gpu_wait.step(time.perf_counter() - self.paused_s)
         if self.ledger.part == "start-up":
             self.ledger.enter("productive")
             if line := self.ledger.recovery():
@@ -211,14 +214,17 @@ class RunLog:
         """
         state, epoch = self.state, self.state.epoch + 1
         shown = [f"train  {format_metrics(train_metrics)}" if train_metrics else self.last_train]
+        gpu = self.gpu_wait.figures()
         if train_metrics:
-            self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1)
+            self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1, **gpu)
         if metrics:
             self._write(epoch, state.step, "val", metrics, count=count)
             shown += [f"val  {format_metrics(metrics)}", "best" if state.best_step == state.step else ""]
         if self.logged_moment.step > self.epoch_moment.step:
             rates = self.epoch_moment.rates(self.logged_moment, self.loader.global_batch)
             shown.append(f"{rates['samples_per_s']:,.0f} samples/s")
+            if gpu:
+                shown.append(self.gpu_wait.advice(gpu["gpu_waits"], rates["data_ms"] / rates["step_ms"], self.config))
         self._print(epoch, state.step, *shown)
 
     def _print(self, epoch: int, step: int, *shown: str) -> None:

@@ -93,7 +93,8 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
     _warn_of_frozen_norms(model, ctx)
-    if not (config.shard or config.sync_bn or config.compile):  # there, a forward pass waits for other ranks
+    # With these options, a forward pass waits for other ranks. A single one has no other to be compared with.
+    if ctx.world_size > 1 and not (config.shard or config.sync_bn or config.compile):
         _time_forward(model, ctx)
     count_flops(model, config, ctx, task)
     return wrapped
@@ -136,11 +137,13 @@ def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx
     def choose(*_: Any) -> None:
         are_read = not (only_batch_norm and all(part.training for part in with_buffers))
         if ddp_model is not model:
-            ddp_model.broadcast_buffers = are_read
+            if ddp_model.broadcast_buffers != are_read:  # slow to set: it is an attribute of a module
+                ddp_model.broadcast_buffers = are_read
         elif are_read and torch.is_grad_enabled():
             ctx.broadcast_buffers(model)
 
-    ddp_model.register_forward_pre_hook(choose)
+    if with_buffers:
+        ddp_model.register_forward_pre_hook(choose)
 
 
 def _time_forward(model: torch.nn.Module, ctx: DistContext) -> None:
@@ -159,8 +162,11 @@ def _is_batch_norm(part: torch.nn.Module) -> bool:
 def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
     """Let a step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
     unchecked = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if ddp_model is not model and not any(weight.grad is None for weight in trained):
+            return
         allowed = (getattr(ddp_model, name, False) for name in ("find_unused_parameters", "static_graph"))
         if not unchecked or any(allowed):
             return
@@ -191,7 +197,8 @@ def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
                 remedy = "keep it in evaluation mode, as 'Fine-tune' in docs/recipes.md does"
                 return log.warning(f"warning: {name} is frozen, but its statistics follow each batch: {remedy}")
 
-    register_optimizer_step_pre_hook(check)
+    if frozen:
+        register_optimizer_step_pre_hook(check)
 
 
 def _refuse_unfrozen_weights(ddp_model: Any, model: torch.nn.Module) -> None:
