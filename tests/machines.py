@@ -68,10 +68,11 @@ class Machine:
         return [int(pid) for pid in found.split()]
 
     def until_port(self, port: int, state: str = LISTENING, timeout: float = 60) -> None:
-        """Wait until a process here listens at this port, or is connected there."""
+        """Wait until a process here listens at this port, or is connected to it."""
         end = time.monotonic() + timeout
         sockets = ("ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6")
-        expected = re.compile(rf":{port:04X} \S+ {state} ")
+        between = "" if state == CONNECTED else r"\S+ "  # the other end of the connection
+        expected = re.compile(f":{port:04X} {between}{state} ")
         while not expected.search(_run(*sockets)):
             assert time.monotonic() < end, f"nobody has port {port} of {self.name} in state {state}"
             time.sleep(0.02)

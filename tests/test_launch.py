@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -23,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -40,19 +38,16 @@ from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.files import hash_source_files, write_status
 from ddp.core.run_config import ELASTIC_VARIABLE
-from ddp.core.signals import LAUNCHER_GONE, SignalHandler, StopSignal, is_alive, stop_error, stop_signal
+from ddp.core.signals import LAUNCHER_GONE, StopSignal, is_alive, stop_error, stop_signal
 from ddp.distributed import process_group, store
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, identify_gpus
 from ddp.entrypoint import run_main
-from ddp.entrypoint.run_main import SpawnedRanks, run_as_rank
-from ddp.launcher import launch_node
+from ddp.entrypoint.run_main import SpawnSignals, join, run_as_rank
 from ddp.launcher.launch_node import LaunchOptions, NodeAgent
-from ddp.launcher.node_info import NodeInfo
-from ddp.launcher.rendezvous import Endpoint
-from ddp.launcher.worker_group import RunResult, WorkerGroup
+from ddp.launcher.node_record import FINAL, LOST, STOPPED, RoundEnd, end_of_run, round_end
 from faults import fault
 from needs import need
 from processes import Ranks, on_ranks, train
@@ -759,73 +754,104 @@ def test_a_launcher_whose_other_threads_still_exit_counts_as_gone(tmp_path: Path
     assert (tmp_path / "reason").read_text() == f"{LAUNCHER_GONE} {launchers.pids[0]}"
 
 
+def spawned(*targets: Callable[[], Any]) -> torch.multiprocessing.ProcessContext:
+    """Processes as --nproc has them."""
+    processes = [multiprocessing.get_context("fork").Process(target=target) for target in targets]
+    for process in processes:
+        process.start()
+    return torch.multiprocessing.ProcessContext(processes, ["/no such file"] * len(processes))
+
+
 @fault(1)
 def test_a_process_that_does_not_handle_signals_yet_is_not_reported_as_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that still imports torch when --nproc asks it to stop, since another one was killed."""
-    monkeypatch.setattr(SpawnedRanks, "stop_after_s", 0.1)
-    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    os.kill(processes[1].pid or 0, signal.SIGKILL)
-    ranks, requests = SpawnedRanks(processes), SignalHandler()
-    ranks.watch(requests)
-    assert ranks.exit_code(requests) == 8
-    assert re.fullmatch(r"rank 1: its process \d+ was killed by SIGKILL.*\n", capfd.readouterr().err)
+    monkeypatch.setattr(run_main, "SPAWN_GRACE_S", 0.1)
+    context = spawned(partial(time.sleep, 60), partial(time.sleep, 60))
+    os.kill(context.pids()[1], signal.SIGKILL)
+    assert join(context, SpawnSignals()) == 8
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 1 and re.match(r"rank 1: its process \d+ was killed by SIGKILL", lines[0])
 
 
 @fault(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_nproc_exits_with_8_if_all_its_processes_were_killed(count: int) -> None:
     """As launch_node.sh does: no rank is left to report it."""
-    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(count)]
-    for process in processes:
-        process.start()
-        os.kill(process.pid or 0, signal.SIGKILL)
-    ranks, requests = SpawnedRanks(processes), SignalHandler()
-    ranks.watch(requests)
-    assert ranks.exit_code(requests) == 8
+    context = spawned(*[partial(time.sleep, 60)] * count)
+    for pid in context.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert join(context, SpawnSignals()) == 8
 
 
-LOST, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}
-ENDS: list[tuple[int, bool, list[dict[str, Any]], RunResult]] = [
-    # torchrun's exit code, whether a stop was requested, the files of each worker, what follows
-    (75, True, [{"done": ""}, {"done": ""}], RunResult(0)),
-    (0, False, [{}, {}], RunResult(0)),
-    (8, False, [{}, SAVED], RunResult(8, LOST, restartable=True)),
-    (8, False, [{}, {}], RunResult(8, LOST, restartable=True)),
-    (8, True, [{}, SAVED], RunResult(75, "rank 1")),
-    (1, False, [{}, {"error.json": 8}], RunResult(8, "rank 1", restartable=True)),
-    (1, False, [{"error.json": 6}, {"saved": "7"}], RunResult(6, "rank 0", saved_step=7)),
-    (1, False, [SAVED, SAVED], RunResult(75, "rank 0")),
-    (75, True, [PIDS], RunResult(75, "stopped before training began: nothing to save", reported=False)),
-    (75, True, [PIDS, PIDS], RunResult(8, "the processes were killed before they had stopped", reported=False)),
-    (-9, False, [PIDS, PIDS], RunResult(8, "torchrun was killed", restartable=True, reported=False)),
-    (1, False, [PIDS, PIDS], RunResult(1, "a process failed", restartable=True, reported=False)),
+@fault(1)
+def test_a_killed_rank_of_nproc_is_no_stop_although_the_others_stop() -> None:
+    """They were asked to, because it was killed."""
+    context = spawned(partial(time.sleep, 60), lambda: time.sleep(1) or os._exit(75))
+    os.kill(context.pids()[0], signal.SIGKILL)
+    assert join(context, SpawnSignals()) == 8
+
+
+GONE, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}
+ENDS: list[tuple[bool, bool, list[dict[str, Any]], RoundEnd]] = [
+    # whether a process was killed, whether a stop was requested, the files of each worker, what follows
+    (True, True, [{"done": ""}, {"done": ""}], RoundEnd(0)),
+    (True, False, [{}, SAVED], RoundEnd(8, GONE, LOST)),
+    (True, False, [{}, {}], RoundEnd(8, GONE, LOST)),
+    (True, True, [{}, SAVED], RoundEnd(75, "rank 1")),
+    (False, False, [{}, {"error.json": 8}], RoundEnd(8, "rank 1", LOST)),
+    (False, True, [{"error.json": 8}, SAVED], RoundEnd(8, "rank 0")),
+    (False, False, [{"error.json": 6}, {"saved": "7"}], RoundEnd(6, "rank 0", saved_step=7)),
+    (False, False, [SAVED, SAVED], RoundEnd(75, "rank 0", STOPPED)),
+    (False, True, [SAVED, SAVED], RoundEnd(75, "rank 0")),
+    (True, True, [PIDS], RoundEnd(75, "stopped before training began: nothing to save", reported=False)),
+    (True, True, [PIDS, PIDS], RoundEnd(8, "the processes were killed before they had stopped", reported=False)),
+    (False, False, [PIDS, PIDS], RoundEnd(1, "a process failed", LOST, reported=False)),
 ]
 
 
 @fault(1, 9, 12)
-@pytest.mark.parametrize(("code", "requested", "workers", "expected"), ENDS)
-def test_what_follows_from_the_end_of_a_worker_group(
-    code: int, requested: bool, workers: list[dict[str, Any]], expected: RunResult, tmp_path: Path
+@pytest.mark.parametrize(("lost", "requested", "workers", "expected"), ENDS)
+def test_what_the_files_of_the_workers_say_about_their_end(
+    lost: bool, requested: bool, workers: list[dict[str, Any]], expected: RoundEnd
 ) -> None:
-    """Different ends may have equal results."""
-    for rank, files in enumerate(workers):
-        folder = tmp_path / "run" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        for name, content in files.items():
-            error = {
-                "message": f"rank {rank}",
-                "errorCode": content,
-                "extraInfo": {"timestamp": str(rank), "cause": True, "saved": None},
-            }
-            (folder / name).write_text(json.dumps({"message": error}) if name == "error.json" else content)
-    group = WorkerGroup.__new__(WorkerGroup)  # without a torchrun
-    group.folder, group.nproc, group.stop_requested, group.quit_signal = tmp_path, 2, requested, None
-    group.torchrun = SimpleNamespace(returncode=code)  # type: ignore[assignment]
-    assert group.result() == expected
+    files: dict[str, list[str]] = {name: [] for name in ("pid", "saved", "done", "error.json")}
+    for rank, written in enumerate(workers):
+        for name, content in written.items():
+            info = {"timestamp": str(rank), "cause": True, "saved": None}
+            error = {"message": f"rank {rank}", "errorCode": content, "extraInfo": info}
+            files[name].append(json.dumps({"message": error}) if name == "error.json" else content)
+    assert round_end(files, 2, requested, lost) == expected
+
+
+ERROR, ASKED, DONE = RoundEnd(4), RoundEnd(75, "asked"), RoundEnd(0)
+KILLED, SAVES = RoundEnd(8, GONE, LOST), RoundEnd(75, "saved", STOPPED)
+
+
+@fault(1, 9)
+@pytest.mark.parametrize(
+    ("ends", "complete", "expected"),
+    [
+        ([None, None], True, None),  # the start of a run
+        ([KILLED, None], True, None),
+        ([KILLED, KILLED], True, None),
+        ([KILLED, ERROR], False, ERROR),
+        ([ASKED, ERROR], True, ERROR),
+        ([DONE, ERROR], True, ERROR),
+        ([SAVES, ASKED], False, ASKED),
+        ([SAVES, SAVES], True, SAVES),
+        ([SAVES], False, None),  # the other node may have lost a process: torchrun stops the rest
+        ([SAVES, KILLED], True, None),
+        ([SAVES, None], True, None),
+    ],
+)
+def test_what_follows_from_the_ends_of_all_nodes(
+    ends: list[RoundEnd | None], complete: bool, expected: RoundEnd | None
+) -> None:
+    """No restart after an error that would occur again, or a stop that somebody has asked for."""
+    assert RoundEnd(0).outcome == FINAL
+    assert end_of_run(ends, complete) == expected
 
 
 def test_the_processes_of_a_machine_share_its_cores_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -836,57 +862,30 @@ def test_the_processes_of_a_machine_share_its_cores_unless_the_user_decides(monk
     assert on_ranks(2, lambda ctx: torch.get_num_threads()) == [3, 3]
 
 
-@fault(10)
-def test_a_worker_group_kills_what_has_no_pid_file_as_well(tmp_path: Path) -> None:
-    """A worker that has just started, or a process of a DataLoader; but no process of another group."""
-
-    def start_sleep(folder: Path) -> subprocess.Popen[bytes]:
-        variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": f"{folder}/run/attempt_0/0/error.json"}
-        return subprocess.Popen(["sleep", "600"], env=variables, start_new_session=True)
-
-    other, torchrun, worker = (start_sleep(tmp_path / name) for name in ("other", "ours", "ours"))
-    group = WorkerGroup.__new__(WorkerGroup)
-    group.folder, group.nproc, group.torchrun, group.idle_since = tmp_path / "ours", 1, torchrun, math.inf
-    group.kill()
-    assert [torchrun.wait(10), worker.wait(10), other.poll()] == [-9, -9, None]
-    other.kill()
-    other.wait()
-
-
-def test_a_node_waits_longer_for_others_that_notice_late_that_a_run_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_waits_longer_for_others_that_notice_late_that_a_run_has_ended(tmp_path: Path) -> None:
     """At a restart, and if this node was restarted itself: --timeout, and a minute."""
-    endpoints: list[Endpoint] = []
-    monkeypatch.setattr(launch_node, "join_nodes", lambda info, endpoint, nodes: [0, endpoints.append(endpoint)])
-    agent = NodeAgent.__new__(NodeAgent)
-    SignalHandler.__init__(agent)
-    agent.options = LaunchOptions(nnodes="2", master_addr="gpu1", start_grace=30)
-    agent.config = Config.parse(["--timeout", "100", "--output-dir", str(tmp_path)])
-    agent.nodes, agent.info, agent.shows_no_progress = [0, 1], NodeInfo(0, "gpu1", {}, {}), False
-    for state, pause in (("done", 0), ("running", 0), ("failed", 1)):
+    options = LaunchOptions(nnodes="2", master_addr="gpu1", start_grace=30)
+    agent = NodeAgent(options, Config.parse(["--timeout", "100", "--output-dir", str(tmp_path)]), [])
+    found = []
+    for state, restart in (("done", False), ("running", False), ("failed", True)):
         write_status(tmp_path, state=state)
-        agent._connect_nodes(pause)
-    assert [(each.grace, each.restart) for each in endpoints] == [(30, False), (160, False), (160, True)]
+        found.append(agent.grace(restart))
+    assert found == [30, 160, 160]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "passes", "expected"),
-    [(4, 1, []), (3, 1, []), (2, 1, ["--grad-accum-steps=2"]), (3, 4, ["--grad-accum-steps=5"])],
-)
+@pytest.mark.parametrize(("processes", "passes", "expected"), [(32, 1, 1), (24, 1, 1), (16, 1, 2), (24, 4, 5)])
 def test_fewer_nodes_take_more_passes_to_keep_the_global_batch(
-    nodes: int, passes: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    processes: int, passes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(launch_node, "WorkerGroup", lambda *arguments: started.extend(arguments) or MagicMock())
-    agent = NodeAgent.__new__(NodeAgent)
-    SignalHandler.__init__(agent)
-    agent.options = LaunchOptions(nnodes="2:4", node_rank=3, master_addr="gpu1")
-    agent.config, agent.main_options, agent.nproc = Config.parse([f"--grad-accum-steps={passes}"]), ["--lr=1"], 8
-    agent.nodes = [0, 1, 2, 3][-nodes:]
-    agent._run_workers(0)
-    assert started[1][:2] == [f"--nnodes={nodes}", f"--node-rank={nodes - 1}"]
-    assert started[2] == ["--lr=1", *expected] and ELASTIC_VARIABLE in started[4]
+    """Of 32 processes on all nodes."""
+    monkeypatch.setenv(ELASTIC_VARIABLE, "32")
+    config = Config.parse([f"--grad-accum-steps={passes}", "--device=cpu"])
+
+    def show(config: Config, env: RankEnv) -> None:
+        print(config.grad_accum_steps, flush=True)
+
+    ranks = Ranks(1, lambda env: run_as_rank(show, config, RankEnv(0, processes)))
+    assert ranks.wait(30) == [0] and ranks.output() == f"{expected}\n"
 
 
 @pytest.mark.slow
@@ -905,13 +904,6 @@ def test_processes_of_nproc_save_and_exit_if_their_parent_is_killed_and_not_for_
     assert code == -9 and status["exit_code"] == 8 and status["saved"] == status["step"]
     assert "the launcher is gone: stopped and saved" in status["message"]
     assert "Traceback" not in run.log()
-
-
-@fault(1)
-def test_a_killed_rank_of_nproc_is_no_stop_although_the_others_stop() -> None:
-    """They were asked to, because it was killed."""
-    ended: list[Any] = [SimpleNamespace(pid=1, exitcode=-9), SimpleNamespace(pid=2, exitcode=75)]
-    assert SpawnedRanks(ended).exit_code(SignalHandler()) == 8
 
 
 @pytest.mark.slow

@@ -279,7 +279,7 @@ def test_machines_continue_without_one_which_joins_again_when_it_is_back(
         (copy / "model.py.slow").touch()  # so that the run lasts until the machine is back
         made[1].link("up")
         nodes[1] = start(made[1], 1, copy, *options, **variables)
-        nodes[1].until("if a run is in progress there, this node joins when that restarts")
+        nodes[1].until("node 1: a run is in progress at 10.77.0.1: joining when it restarts")
         assert nodes[0].process.poll() is None
         other = made[2 if count == 3 else 0]
         worker = next(pid for pid in other.running() if b"\0LOCAL_RANK=0" in environment(pid))

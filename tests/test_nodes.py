@@ -1,7 +1,7 @@
 """launch_node.sh on one and on several machines: they meet, agree, start again, stop, and leave nothing behind.
 
 Machines are network namespaces; launcher, torchrun and signals are real. Where training itself is not the matter, a
-stub replaces main.py: it keeps the worker's side of the file protocol of ddp/launcher/worker_group.py, without torch.
+stub replaces main.py: it writes the files that `tell_launcher` of ddp/core/process_exit.py writes, without torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from machines import CONNECTED, Machine, Program, machines
 pytestmark = pytest.mark.slow
 ALL = partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
 STUB = """
-import json, os, pathlib, signal, time
+import ctypes, json, os, pathlib, signal, time
+ctypes.CDLL(None).prctl(1, 15)  # as die_with_parent: SIGTERM when the launcher is gone
 folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
 rank, started = int(os.environ["RANK"]), pathlib.Path(os.environ["STUB"])
 with (started / f"rounds-{rank}").open("a") as file: file.write("x")
@@ -132,16 +133,6 @@ def _runs(pid: int) -> bool:
     return bool(_read(Path(f"/proc/{pid}/cmdline")))
 
 
-def torchrun_of(project: Path) -> int:
-    """The process id of torchrun's process."""
-    marker = os.fsencode(project)
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = _read(path).split(b"\0")
-        if marker in words and any(b"ddp.launcher.run_torchrun" in word for word in words):
-            return int(path.parent.name)
-    raise AssertionError("no torchrun")
-
-
 def refused_alike(programs: list[Program], *says: str) -> str:
     """All end with 3 and the same one line; before that, they may have printed that they wait for another."""
     codes = [program.wait(25) for program in programs]  # less than START_GRACE
@@ -188,13 +179,14 @@ def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], proje
 
 @fault(25)
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
-    replace(project / "ddp" / "launcher" / "rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 1.0")
+    replace(project / "ddp" / "launcher" / "node_rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 1.0")
     serve = "import socket; s = socket.create_server(('', 29500)); print('up')\n"
     serve += "while True: s.accept()[0].sendall(b'SSH-2.0-OpenSSH\\r\\n')"
     two[0].start(sys.executable, "-c", serve).until("up")
     visitor = node(two[1], 1, project)
     assert visitor.wait() == 3
-    line = visitor.output().splitlines()[-1]
+    waiting, line = visitor.output().splitlines()
+    assert waiting.endswith("(up to 30 s; another program uses that port)")
     assert "node 1 (gpu2) finds another program than node 0 at 10.77.0.1:29500" in line and "--master-port" in line
 
 
@@ -296,7 +288,7 @@ def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], proj
     first = node(two[0], 0, project)
     two[0].until_port(29500)
     second = node(two[1], 0, project)
-    two[0].until_port(29500, CONNECTED)
+    two[1].until_port(29500, CONNECTED)
     time.sleep(0.5)  # it has sent its rank
     nodes = [first, second, node(two[1], 1, project)]
     refused_alike(nodes, "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
@@ -329,7 +321,8 @@ def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
         first = node(three[0], 0, project, "end(6)", NNODES="3")
         for number in (signal.SIGKILL, signal.SIGTERM):
             killed = node(three[1], 1, project, NNODES="3")
-            three[0].until_port(29500, CONNECTED)
+            three[1].until_port(29500, CONNECTED)
+            time.sleep(0.5)  # it has registered
             killed.signal(number)
             assert killed.wait() in (75, -9)
         rest = [node(three[rank], rank, project, "end(6)", NNODES="3") for rank in (1, 2)]
@@ -395,9 +388,30 @@ def test_a_job_that_lost_a_process_starts_again_as_long_as_it_gets_on(project: P
     assert_nothing_left(project)
 
 
+@fault(1, 12)
+def test_what_a_killed_worker_has_started_is_gone_before_the_next_round(project: Path) -> None:
+    do = "import subprocess\nchild = started / 'pid-child'\n"
+    do += "if turn == 1: child.write_text(str(subprocess.Popen(['sleep', '600']).pid)); die()\n"
+    do += "print('gone' if not pathlib.Path('/proc', child.read_text()).exists() else 'there', flush=True)"
+    launcher = alone(project, do, "--max-restarts", 1)
+    assert launcher.wait() == 0 and "\ngone\n" in launcher.output(), launcher.output()
+    assert_nothing_left(project)
+
+
+@fault(14)
+@pytest.mark.sample(0)
+def test_the_ranks_of_a_node_that_leave_early_with_0_are_lost(two: list[Machine], project: Path) -> None:
+    """torchrun would wait there for five minutes, and exit with 0. Real ranks of the other node notice it."""
+    replace(project / "ddp" / "launcher" / "launch_node.py", "NODES_GRACE_S = 60.0", "NODES_GRACE_S = 2.0")
+    do = "os._exit(0) if rank == 0 else time.sleep(1) or end(8)"
+    nodes = [node(machine, rank, project, do, MAX_RESTARTS="0") for rank, machine in enumerate(two)]
+    assert [program.wait() for program in nodes] == [8, 8], [program.output() for program in nodes]
+    assert "the processes here have ended, and those of another node have not" in nodes[0].output()
+
+
 @pytest.mark.sample(0)
 @fault(9)
-def test_a_run_that_is_done_stays_done_though_torchrun_is_signalled(project: Path) -> None:
+def test_a_run_that_is_done_stays_done_though_the_launcher_is_signalled(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN); (folder / 'done').write_text(''); os.kill(os.getppid(), 15); time.sleep(1)"
     assert alone(project, do).wait() == 0
     assert_nothing_left(project)
@@ -456,9 +470,9 @@ def test_two_machines_start_again_together_when_one_has_lost_a_process(two: list
 
 
 @fault(29)
-def test_torchrun_that_hangs_on_a_store_out_of_reach_is_ended(two: list[Machine], project: Path) -> None:
-    """Node 1's worker is done, and its torchrun waits for node 0's; the network is gone."""
-    replace(project / "ddp" / "launcher" / "worker_group.py", "_GRACE_S = 5.0, 60.0", "_GRACE_S = 5.0, 2.0")
+def test_a_node_that_is_done_does_not_wait_for_a_store_out_of_reach(two: list[Machine], project: Path) -> None:
+    """Node 1's worker is done, and torchrun waits there for node 0; the network is gone."""
+    replace(project / "ddp" / "launcher" / "launch_node.py", "NODES_GRACE_S = 60.0", "NODES_GRACE_S = 2.0")
     do = f"{FOR_EVER} if rank == 0 else time.sleep(2)"
     nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
     nodes[1].until("rank 1")
@@ -524,15 +538,12 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once_and_they_may_take_the
 @fault(9)
 @pytest.mark.parametrize("to_all", [True, ALL(False)])
 def test_a_large_model_is_saved_longer_than_torchrun_would_wait(project: Path, to_all: bool) -> None:
-    """torchrun's patience is 30 s; here it is 1 s. Slurm signals every process, and so torchrun, too."""
-    rounds = project / "ddp" / "launcher" / "worker_group.py"
-    if not to_all:  # then torchrun must not know of it
-        rounds.write_text(rounds.read_text().replace('"PET_SHUTDOWN_TIMEOUT": "600"', '"PET_SHUTDOWN_TIMEOUT": "1"'))
-    launcher = alone(project, FOR_EVER, SAVING="3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    """torchrun's patience is 30 s; here it is 1 s, where a torch lets it be set. Slurm signals every process."""
+    launcher = alone(project, FOR_EVER, SAVING="3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1", PET_SHUTDOWN_TIMEOUT="1")
     launcher.until("rank 0 of")
     launcher.signal(signal.SIGTERM)
     if to_all:
-        os.kill(torchrun_of(project), signal.SIGTERM)
+        os.kill(int((project.parent / "pid-0-1").read_text()), signal.SIGTERM)
     assert launcher.wait() == 75 and "has saved" in launcher.output(), launcher.output()
 
 
@@ -548,7 +559,10 @@ def test_ctrl_c_in_a_terminal_reaches_each_worker_once(project: Path) -> None:
 
 @fault(10)
 def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
-    launcher = alone(project, FOR_EVER, "--nproc-per-node", 2, SAVING="300")
+    """Also a worker that has just started, without a file `pid`, and what workers have started themselves."""
+    do = "import subprocess\nif rank == 1: (folder / 'pid').unlink()\n"
+    do += "(started / f'pid-{rank}-child').write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
+    launcher = alone(project, do + FOR_EVER, "--nproc-per-node", 2, SAVING="300")
     launcher.until("rank 0 of")
     launcher.until("rank 1 of")
     launcher.signal(signal.SIGUSR1)
@@ -556,7 +570,8 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
     time.sleep(1.2)
     launcher.signal(signal.SIGTERM)
     assert launcher.wait(60) == 128 + signal.SIGTERM, launcher.output()  # long before they have saved
-    assert "quit immediately on a second signal (SIGTERM)" in launcher.output()
+    assert launcher.output().splitlines()[-1].endswith("quit immediately on a second signal (SIGTERM)")
+    assert "was killed" not in launcher.output(), "that was asked for"
     assert_nothing_left(project)
 
 
@@ -568,7 +583,6 @@ def test_under_nohup_a_hangup_changes_nothing(project: Path) -> None:
     )
     launcher.until("rank 0 of")
     launcher.signal(signal.SIGHUP)
-    os.kill(torchrun_of(project), signal.SIGHUP)
     time.sleep(0.3)
     (project.parent / "released").touch()
     assert launcher.wait() == 0, launcher.output()
@@ -583,11 +597,11 @@ def test_a_signal_before_training_begins_ends_all_with_75(project: Path) -> None
         assert waiting.wait(25) == 75 and "stopped by SIGTERM before training began" in waiting.output()
     starting = alone(project, FOR_EVER)
     end = time.monotonic() + 60
-    while not any(_temporary(project).iterdir()):  # torchrun is starting
+    while not any(_temporary(project).iterdir()):  # the launcher imports torch
         assert time.monotonic() < end
         time.sleep(0.01)
     starting.signal(signal.SIGUSR1)
-    assert starting.wait() == 75 and "stopped before training began" in starting.output()
+    assert starting.wait() == 75 and "before training began: nothing to save" in starting.output()
     assert_nothing_left(project)
 
 
@@ -615,30 +629,6 @@ def test_a_signal_while_the_launcher_waits_to_start_again_ends_it_at_once(projec
 
 
 @fault(12)
-def test_workers_that_outlive_torchrun_are_waited_for_while_they_save(project: Path) -> None:
-    """The stub is told by this test; a real worker is told by the kernel."""
-    launcher = alone(project, FOR_EVER, SAVING="1")
-    launcher.until("rank 0 of")
-    os.kill(torchrun_of(project), signal.SIGKILL)
-    os.kill(int((project.parent / "pid-0-1").read_text()), signal.SIGTERM)
-    assert launcher.wait() == 75, launcher.output()
-    assert_nothing_left(project)
-
-
-@fault(12)
-def test_workers_that_do_not_notice_are_killed_before_the_next_round(project: Path) -> None:
-    do = "if turn == 1: time.sleep(600)"
-    launcher = alone(project, do, "--nproc-per-node", 2, "--max-restarts", 1, "--", "--timeout", 2)
-    launcher.until("rank 0 of")
-    launcher.until("rank 1 of")
-    os.kill(torchrun_of(project), signal.SIGKILL)
-    assert launcher.wait() == 0, launcher.output()
-    assert "torchrun was killed (exit code 8); starting again" in launcher.output()
-    assert ": they still run 2 s after torchrun" in launcher.output()
-    assert_nothing_left(project)
-
-
-@fault(12)
 def test_nothing_survives_the_launcher(project: Path) -> None:
     launcher = alone(project, FOR_EVER, "--nproc-per-node", 2)
     launcher.until("rank 0 of")
@@ -649,7 +639,7 @@ def test_nothing_survives_the_launcher(project: Path) -> None:
     while any(_runs(int(file.read_text())) for file in project.parent.glob("pid-*")):
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert launcher.output().count("got SIGTERM") == 2
+    assert all(f"rank {rank} got SIGTERM" in launcher.output() for rank in (0, 1))
 
 
 @fault(32)

@@ -1,4 +1,4 @@
-"""Node 0 while it waits for the others: whoever else connects, and whatever it sends, changes nothing."""
+"""The rendezvous of the nodes, with real stores, and a thread or a process for each node: who meets whom, and when."""
 
 from __future__ import annotations
 
@@ -10,42 +10,82 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from outputs import free_port
 from template_copy import TEMPLATE
+from torch.distributed import TCPStore
 
-from ddp.core.errors import PeerLost, SetupError, UserError
+from config import Config
+from ddp.core.errors import PeerLost, SetupError, Stopped, UserError
 from ddp.core.host import allow_many_files, listen
-from ddp.launcher import rendezvous
-from ddp.launcher.node_info import NodeInfo
-from ddp.launcher.rendezvous import GREETING, MAX_INFO_BYTES, Endpoint, join_nodes
+from ddp.launcher import node_record, node_rendezvous
+from ddp.launcher.launch_node import LaunchOptions, NodeAgent
+from ddp.launcher.node_record import LOST, STOPPED, NodeRecord, RoundEnd, RunEnded, table
+from ddp.launcher.node_rendezvous import NodeRendezvous
 from faults import fault
-from machines import Program
+from machines import Program, machines
 
 RESET = struct.pack("ii", 1, 0)  # with SO_LINGER, close() resets the connection
-SHARED = {"--check": False, "--nnodes": 3, "--nproc-per-node": 1}
-FACTS = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "synthetic", "disk": 50.0, "code": "1"}
+KILLED, SAVES = RoundEnd(8, "a process was lost", LOST), RoundEnd(75, "saved", STOPPED)
+NODES: list[NodeRendezvous] = []  # of one test
 
 
-def free_endpoint() -> Endpoint:
-    with socket.create_server(("", 0)) as probe:
-        return Endpoint("127.0.0.1", probe.getsockname()[1], 50.0)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Variables that a launcher sets for its workers are gone afterwards, and so are the threads of the nodes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ})
+        yield
+    while NODES:
+        NODES.pop().shutdown()
 
 
-def node_info(rank: int, **shared: Any) -> NodeInfo:
-    return NodeInfo(rank, f"gpu{rank + 1}", {**SHARED, **shared}, {})
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
-def join(info: NodeInfo, endpoint: Endpoint, members: Collection[int] = range(1000)) -> list[int]:
-    return join_nodes(info, endpoint, members)
+class Node(NodeRendezvous):
+    """One node; its workers end as the test says."""
+
+    def __init__(self, port: int, rank: int, nnodes: Any = 3, grace: int = 50, **shared: Any) -> None:
+        where = {"master_addr": "127.0.0.1", "master_port": port}
+        options = LaunchOptions(nnodes=str(nnodes), node_rank=rank, start_grace=grace, **where)  # type: ignore[arg-type]
+        self.agent = NodeAgent(options, Config.parse(["--timeout", "1"]), [])
+        self.agent.nproc = 1
+        shared = {"--check": False, "--nnodes": options.nnodes, "--nproc-per-node": 1, **shared}
+        NODES.append(self)
+        super().__init__(NodeRecord(rank, f"gpu{rank + 1}", os.urandom(8).hex(), shared, {}), self.agent)
+
+    def join(self) -> Future[list[int]]:
+        """The ranks of the nodes that run the first round."""
+
+        def join() -> list[int]:
+            try:
+                self.next_rendezvous()
+            except UserError:  # as torchrun does
+                self.shutdown()
+                raise
+            return [*self.nodes]
+
+        return in_thread(join)
+
+    def join_again(self, end: RoundEnd = KILLED, grace: int = 50) -> Future[list[int]]:
+        """After this end of the workers."""
+        self.agent.end_round = lambda: end  # type: ignore[method-assign]
+        self.agent.grace = lambda restart: grace  # type: ignore[method-assign]
+        return self.join()
 
 
 def in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -62,21 +102,15 @@ def in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-def connect(endpoint: Endpoint) -> socket.socket:
+def connect(port: int) -> socket.socket:
     """A connection to node 0, which may still be on its way to listen."""
     end = time.monotonic() + 10
     while True:
         try:
-            return socket.create_connection((endpoint.host, endpoint.port), 10)
+            return socket.create_connection(("127.0.0.1", port), 10)
         except ConnectionRefusedError:
             assert time.monotonic() < end
             time.sleep(0.02)
-
-
-def line(**changes: Any) -> bytes:
-    """What a node sends, but for some changes."""
-    sent = {"node_rank": 1, "host": "stranger", "shared": SHARED, "facts": {}, "address": "", **changes}
-    return json.dumps(sent).encode() + b"\n"
 
 
 def try_to_send(connection: socket.socket, data: bytes) -> None:
@@ -89,325 +123,490 @@ SENT = {
     "text": b"hello\n",
     "http": b"GET / HTTP/1.1\r\n\r\n",
     "binary": bytes(range(256)) * 50,
-    "invalid UTF-8": b'"\xff"\n',
-    "no newline": line()[:-1],
+    "zeros": bytes(5000),
     "nested": b"[" * 100_000 + b"\n",
-    "too long": b" " * (MAX_INFO_BYTES + 1) + line(),
-    "too long, no newline": b"x" * (3 * MAX_INFO_BYTES),
-    "list": b"[1]\n",
-    "number": b"7\n",
-    "long number": b"9" * 10_000 + b"\n",
-    "null": b"null\n",
-    "only a rank": b'{"node_rank": 1}\n',
-    "rank is a bool": line(node_rank=True),
-    "rank is negative": line(node_rank=-1),
-    "rank is a float": line(node_rank=1.0),
-    "rank is a list": line(node_rank=[1]),
-    "shared is a list": line(shared=[]),
-    "shared is null": line(shared=None),
-    "facts is a list": line(facts=[1]),
-    "facts is null": line(facts=None),
-    "host is a number": line(host=1),
-    "host is no text": line(host="\ud800"),
-    "host has two lines": line(host="a\nb"),
+    "too long": b"x" * (3 * 2**20),
 }
 
 
 @fault(27, 42)
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
 def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
-    sent: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    sent: bytes, port: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However its connection ends. Afterwards the port is free."""
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(0), endpoint)]
-    stays, closes, resets = (connect(endpoint) for _ in range(3))
+    """However its connection ends."""
+    nodes = [Node(port, rank) for rank in range(3)]
+    answers = [nodes[0].join()]
+    stays, closes, resets = (connect(port) for _ in range(3))
     for stranger in (stays, closes, resets):
-        assert stranger.recv(100) == GREETING
         try_to_send(stranger, sent)
     closes.close()
     resets.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     resets.close()
-    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
-    listen(endpoint.port).close()
+    answers += [node.join() for node in nodes[1:]]
+    assert [answer.result(60) for answer in answers] == [[0, 1, 2]] * 3
     stays.close()
-    assert capfd.readouterr() == ("", "") and caplog.records == []
+    connected = [f"node {rank}: all nodes are connected; 1 process here; node 0 prints the progress" for rank in (1, 2)]
+    printed = capfd.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("node ") and "waiting" not in line]
+    assert printed.out == "" and sorted(lines) == connected and caplog.records == []
+
+
+RECORD = {"node_rank": 1, "host": "gpu2", "launcher": "1", "shared": {}, "facts": {}}
 
 
 @fault(27, 42)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the greeting"])
-@pytest.mark.parametrize("sent", [b"", line()[:20], line()], ids=["nothing", "half a line", "a line"])
-def test_a_connection_that_is_reset_is_dropped_and_its_node_may_come_again(
-    sent: bytes, waits: bool, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a whole line, node 0 can read it, but the connection has no other end anymore."""
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(0), endpoint)]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "hello", "[1]", "7", "null", "9" * 10_000, "[" * 100_000, '{"node_rank": 1}',
+        json.dumps({**RECORD, "node_rank": True}), json.dumps({**RECORD, "node_rank": 1.0}),
+        json.dumps({**RECORD, "node_rank": [1]}), json.dumps({**RECORD, "shared": []}),
+        json.dumps({**RECORD, "facts": [1]}), json.dumps({**RECORD, "facts": {"clock": "noon"}}),
+        json.dumps({**RECORD, "last": {"code": 1}}), json.dumps({**RECORD, "new": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_no_record_of_a_node_is_ignored(text: str) -> None:
+    """A process of another version, or of another program, may have written it."""
+    with pytest.raises(ValueError, match="not a node"):
+        NodeRecord.from_json(text)
+
+
+def test_facts_that_are_missing_are_shown_as_unknown() -> None:
+    facts = {
+        "Python": "3",
+        "torch": "2",
+        "NCCL": "-",
+        "GPUs": "none",
+        "dataset": "x",
+        "disk": 50.0,
+        "code": "1",
+    }
+    own, other = NodeRecord(0, "gpu1", "", {}, facts), NodeRecord.from_json(json.dumps(RECORD))
+    *_, row = table([own, other]).splitlines()
+    assert row.split() == ["1", "gpu2", *"?????????"]
+
+
+@fault(27, 42)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sent", [b"", b"hello"], ids=["nothing", "something"])
+def test_connections_that_are_reset_do_not_disturb(sent: bytes, port: int) -> None:
+    nodes = [Node(port, rank) for rank in range(3)]
+    answers = [nodes[0].join()]
     for _ in range(30):
-        with connect(endpoint) as stranger:
-            if waits:
-                assert stranger.recv(100) == GREETING
+        with connect(port) as stranger:
             try_to_send(stranger, sent)
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
-    assert capfd.readouterr() == ("", "") and caplog.records == []
+    answers += [node.join() for node in nodes[1:]]
+    assert [answer.result(60) for answer in answers] == [[0, 1, 2]] * 3
 
 
 @fault(25, 42)
-def test_another_program_that_holds_the_port_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_that_holds_the_port_for_a_moment_is_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long the node has waited before: its patience begins with the first answer of that program."""
-    monkeypatch.setattr(rendezvous, "FOREIGN_PROGRAM_GRACE_S", 1.0)
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    time.sleep(1.5)
-    with listen(endpoint.port) as other, other.accept()[0] as connection:
-        connection.sendall(b"SSH-2.0-OpenSSH\r\n")
-    nodes.append(in_thread(join, node_info(0), endpoint))
-    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
-
-
-@fault(26)
-def test_a_port_that_says_nothing_until_it_closes_is_that_of_a_round_that_ends(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """So torchrun's store does: a machine that comes back meets it while the others have not noticed its loss."""
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(rendezvous, "FOREIGN_PROGRAM_GRACE_S", 0.5)
-    endpoint = free_endpoint()
-    with listen(endpoint.port) as earlier:
-        early = in_thread(join, node_info(1), endpoint)
-        time.sleep(1.2)
-        for _ in range(5):  # those that have given up, and then some that are told that it ends
-            earlier.accept()[0].close()
-        assert not early.done()
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 10.0)
-    nodes = [early, *(in_thread(join, node_info(rank), endpoint) for rank in (0, 2))]
-    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line == f"node 1: waiting for node 0 at {endpoint} (up to 50 s; the port is open, but nothing responds)"
-
-
-@fault(27, 42)
-def test_silent_connections_are_closed_after_some_seconds_and_a_node_that_waits_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 1.5)
-    endpoint = free_endpoint()
-    first = in_thread(join, node_info(0), endpoint)
-    silent, waiting = connect(endpoint), connect(endpoint)
-    waiting.sendall(line())
-    assert silent.recv(100) == waiting.recv(100) == GREETING
-    start = time.monotonic()
-    assert silent.recv(1) == b"" and time.monotonic() - start > 1
-    second = in_thread(join, node_info(2), endpoint)
-    assert json.loads(waiting.recv(100)) == {"start": True, "nodes": [0, 1, 2]}
-    assert first.result(60) == second.result(60) == [0, 1, 2]
-
-
-@fault(42)
-def test_a_line_without_an_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is its connection kept until its time is over."""
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 300.0)
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(0), endpoint)]
-    with connect(endpoint) as stranger, pytest.raises(ConnectionError):
-        for _ in range(20 * MAX_INFO_BYTES // 2**16):  # more than the buffers of the kernel hold
-            stranger.sendall(b"x" * 2**16)
-    nodes += [in_thread(join, node_info(rank), endpoint) for rank in (1, 2)]
-    assert [node.result(60) for node in nodes] == [[0, 1, 2]] * 3
+    monkeypatch.setattr(node_rendezvous, "FOREIGN_PROGRAM_GRACE_S", 4.0)
+    monkeypatch.setattr(node_rendezvous, "CALL_TIMEOUT_S", 1.0)
+    nodes = [Node(port, rank) for rank in range(3)]
+    answers = [node.join() for node in nodes[1:]]
+    time.sleep(5)
+    with listen(port) as other:
+        other.accept()[0].close()
+        with other.accept()[0] as connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            time.sleep(1.5)
+    answers.append(nodes[0].join())
+    assert [answer.result(60) for answer in answers] == [[0, 1, 2]] * 3
 
 
 @fault(27)
-@pytest.mark.sample(2)
+def test_a_node_with_another_number_of_nodes_is_refused_whatever_its_rank(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_record, "LATE_NODES_GRACE_S", 1.0)
+    answers = [Node(port, 0).join(), Node(port, 8, nnodes=9).join(), Node(port, 7, nnodes=9).join()]
+    for answer in answers:
+        with pytest.raises(SetupError, match=r"--nnodes is 3 and 9\. Start all"):
+            answer.result(60)
+
+
+@fault(27)
+def test_a_stray_node_with_the_rank_of_one_that_runs_is_refused_and_the_run_goes_on(port: int) -> None:
+    nodes = [Node(port, rank, nnodes=2) for rank in (0, 1)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    stray = Node(port, 1, nnodes=2)
+    with pytest.raises(SetupError, match=r"node 1 \(gpu2, .*\) and node 1 \(gpu2, .*have the same --node-rank: give"):
+        stray.join().result(60)
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
+    answers = [node.join_again() for node in nodes]
+    assert [answer.result(60) for answer in answers] == [[0, 1]] * 2, "the run can still restart"
+
+
+@fault(27)
+@pytest.mark.parametrize("first", ["stray", "member"])
+def test_a_stray_node_at_a_restart_is_refused_alone(port: int, first: str) -> None:
+    nodes = [Node(port, rank, nnodes=2) for rank in (0, 1)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    stray, answers = Node(port, 1, nnodes=2), {}
+
+    def join_again() -> Future[list[int]]:
+        nodes[1].over.clear()
+        threading.Thread(target=nodes[1]._beat, daemon=True).start()
+        return nodes[1].join_again()
+
+    nodes[1].over.set()  # as if its machine slept
+    time.sleep(1)
+    turns = {"stray": stray.join, "member": join_again}
+    for name in sorted(turns, reverse=first == "stray"):
+        answers[name] = turns[name]()
+        time.sleep(5)  # it has registered
+    others = nodes[0].join_again()
+    with pytest.raises(SetupError, match="the same --node-rank"):
+        answers["stray"].result(60)
+    assert answers["member"].result(60) == others.result(60) == [0, 1]
+
+
+@fault(1, 29)
+def test_a_node_that_is_gone_while_it_waits_counts_as_missing(port: int) -> None:
+    nodes = [Node(port, rank, grace=12) for rank in range(3)]
+    answers = [node.join() for node in nodes[:2]]
+    time.sleep(2)
+    nodes[1].agent.wait = lambda seconds, last: time.sleep(60)  # type: ignore[method-assign]  # as if it was off
+    nodes[1].over.set()
+    time.sleep(4)
+    answers.append(nodes[2].join())
+    for answer in (answers[0], answers[2]):
+        with pytest.raises(SetupError, match=r"only 2 of 3 nodes joined .*; missing: node 1\. Run"):
+            answer.result(60)
+
+
+@fault(29)
+def test_a_node_that_is_silent_for_some_seconds_while_it_waits_is_taken_back(port: int) -> None:
+    """As after a short failure of the network."""
+    nodes = [Node(port, rank) for rank in range(3)]
+    answers = [node.join() for node in nodes[:2]]
+    time.sleep(2)
+    nodes[1].agent.stop.wait = lambda seconds: time.sleep(6)  # type: ignore[method-assign]
+    nodes[1].over.set()
+    time.sleep(1)
+    nodes[1].agent.stop = threading.Event()
+    answers.append(nodes[2].join())
+    assert [answer.result(60) for answer in answers] == [[0, 1, 2]] * 3
+
+
+@fault(27)
+def test_a_node_that_never_belonged_to_the_run_does_not_end_it_at_a_restart(port: int) -> None:
+    nodes = [Node(port, rank, nnodes=2) for rank in range(2)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    stray = Node(port, 2, nnodes=3).join()
+    time.sleep(2)
+    answers = [node.join_again() for node in nodes]
+    assert [answer.result(60) for answer in answers] == [[0, 1]] * 2
+    with pytest.raises(SetupError, match="--nnodes is 2 and 3"):
+        stray.result(60)
+
+
+def test_a_checkpoint_that_another_node_knows_of_lets_restarts_count_anew(port: int) -> None:
+    nodes = [Node(port, rank, nnodes=2) for rank in range(2)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    nodes[0].agent.exhausted = True
+    answers = [nodes[0].join_again(), nodes[1].join_again(RoundEnd(8, "lost", LOST, saved_step=5))]
+    assert [answer.result(60) for answer in answers] == [[0, 1]] * 2
+    assert (nodes[0].agent.restarts, nodes[1].agent.restarts) == (1, 1)
+
+
+@fault(9)
+def test_a_node_that_is_stopped_while_it_waits_for_a_restart_stops_all(port: int) -> None:
+    """At the start, the others wait for it to come again."""
+    nodes = [Node(port, rank) for rank in range(3)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1, 2]] * 3
+    answers = [node.join_again() for node in nodes[:2]]
+    time.sleep(2)
+    nodes[1].agent.first = signal.SIGTERM
+    nodes[1].agent.stop.set()
+    answers.append(nodes[2].join_again())
+    for answer in answers:
+        with pytest.raises(Stopped, match="stopped by SIGTERM before the restart"):
+            answer.result(60)
+
+
+@fault(1)
 @pytest.mark.parametrize(
-    "facts, shown",
+    ("ends", "code", "says"),
     [
-        ({}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
-        ({"torch": "9", "new": 1}, "1  stranger  ?  ?  9  ?  ?  ?  ?  ?  ?"),
-        ({"clock": None, "disk": True}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
-        ({"clock": "noon", "disk": [1], "GPUs": 3}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
-        ({"clock": 10**400, "code": "\ud800", "offset": {}}, "1  stranger  ?  ?  ?  ?  ?  ?  ?  ?  ?"),
-        ({"clock": float("nan"), "disk": float("inf")}, "1  stranger  ?  ?  ?  ?  ?  inf GB free  ?  ?  ?"),
+        ((SAVES, KILLED), 8, "a process was lost"),  # the ranks here were asked to stop, because one there was lost
+        ((KILLED, SAVES), 8, "a process was lost"),
+        ((RoundEnd(1, "a process failed", LOST, reported=False), KILLED), 1, "a process failed"),
     ],
 )
-def test_facts_that_are_missing_or_wrong_are_shown_as_unknown(
-    facts: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]
+def test_without_a_restart_all_nodes_end_with_the_code_of_the_loss(
+    port: int, ends: tuple[RoundEnd, ...], code: int, says: str
 ) -> None:
-    """A node of another version may send others."""
-    endpoint, shared = free_endpoint(), {**SHARED, "--check": True, "--nnodes": 2}
-    first = in_thread(join, NodeInfo(0, "gpu1", shared, dict(FACTS)), endpoint)
-    with connect(endpoint) as other:
-        other.sendall(line(shared=shared, facts=facts))
-        assert other.makefile("rb").readlines() == [GREETING, b'{"start": true, "nodes": [0, 1]}\n']
-    first.result(10)
-    table, errors = capfd.readouterr()
-    assert errors == "" and table.splitlines()[2].split() == shown.split(), table
-    assert "warning: " not in table
+    nodes = [Node(port, rank, nnodes=2) for rank in range(2)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    nodes[0].agent.exhausted = True
+    answers = [node.join_again(end) for node, end in zip(nodes, ends, strict=True)]
+    for answer in answers:
+        with pytest.raises(RunEnded, match=says) as raised:
+            answer.result(60)
+        assert raised.value.exit_code == code
 
 
-@fault(27)
-def test_a_node_with_another_number_of_nodes_is_refused_whatever_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(0), endpoint)]
-    nodes += [in_thread(join, node_info(rank, **{"--nnodes": 9}), endpoint) for rank in (8, 7)]
-    with pytest.raises(SetupError, match=r"--nnodes is 3 and 9\. Start all"):
-        nodes[0].result(60)
-    for node in nodes[1:]:
-        with pytest.raises(UserError, match=r"--nnodes is 3 and 9\. Start all"):
-            node.result(60)
+@fault(29)
+def test_a_node_whose_connection_breaks_before_it_has_read_the_answer_asks_again(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not ask the others to restart."""
+    nodes = [Node(port, rank, nnodes=2) for rank in range(2)]
+    wait, failures = nodes[1]._wait_for_answer, [OSError("the link is down")]
+
+    def fail(*where: Any) -> dict[str, Any]:
+        answer = wait(*where)
+        if failures:
+            raise failures.pop()
+        return answer
+
+    monkeypatch.setattr(nodes[1], "_wait_for_answer", fail)
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1]] * 2
+    assert nodes[0].number == nodes[1].number == 1 and failures == []
+    assert nodes[0].store and not nodes[0].store.check(["2/wanted"])
 
 
-@fault(27)
-def test_a_long_answer_arrives_whole_though_another_node_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen_with_a_small_buffer(port: int) -> socket.socket:
-        listener = listen(port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return listener
-
-    monkeypatch.setattr(rendezvous, "listen", listen_with_a_small_buffer)
-    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.0)
-    endpoint = free_endpoint()
-    nodes = [in_thread(join, node_info(0), endpoint)]
-    with connect(endpoint) as deaf:
-        deaf.sendall(line(node_rank=2, shared={**SHARED, "x": "y" * (MAX_INFO_BYTES - 300)}))
-        nodes += [in_thread(join, node_info(1), endpoint)]
-        for node in nodes:
-            with pytest.raises(UserError, match=r"x is None and y{10000}.* Start all nodes with the same options"):
-                node.result(60)
+def test_a_node_that_comes_a_moment_too_late_waits_for_the_next_restart(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not ask the run to restart."""
+    first, late = Node(port, 0, nnodes="1:2", grace=2), Node(port, 1, nnodes="1:2")
+    assert first.join().result(60) == [0]
+    wait, answers = late._wait_for_answer, [{"nodes": {"0": first.own.launcher}}]
+    monkeypatch.setattr(late, "_wait_for_answer", lambda *where: answers.pop() if answers else wait(*where))
+    answer = late.join()
+    while answers:
+        time.sleep(0.1)
+    time.sleep(2)
+    assert first.store and not any(first.store.check([f"{number}/wanted"]) for number in (2, 3))
+    assert first.join_again().result(60) == answer.result(60) == [0, 1]
 
 
-def in_process(node: NodeInfo, endpoint: Endpoint, *limits: int) -> Future[list[int]]:
+@fault(1)
+def test_a_node_that_wants_the_next_round_lets_the_others_end_theirs(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not before their workers have had the time to notice by themselves."""
+    monkeypatch.setattr(node_rendezvous, "WORKERS_GRACE_S", 3.0)
+    nodes = [Node(port, rank) for rank in range(3)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1, 2]] * 3
+    answers, start = [nodes[2].join_again()], time.monotonic()
+    while not all(node.num_nodes_waiting() for node in nodes[:2]):
+        assert time.monotonic() - start < 30
+        time.sleep(0.1)
+    assert time.monotonic() - start > 3
+    answers += [node.join_again() for node in nodes[:2]]
+    assert [answer.result(60) for answer in answers] == [[0, 1, 2]] * 3
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0]
+
+
+@fault(1)
+def test_an_error_on_one_node_ends_the_run_on_all_although_the_others_have_lost_a_process(port: int) -> None:
+    nodes = [Node(port, rank) for rank in range(3)]
+    assert [answer.result(60) for answer in [node.join() for node in nodes]] == [[0, 1, 2]] * 3
+    ends = [KILLED, RoundEnd(4, "no checkpoint"), KILLED]
+    answers = [node.join_again(end) for node, end in zip(nodes, ends, strict=True)]
+    for answer in answers:
+        with pytest.raises(RunEnded, match="no checkpoint") as raised:
+            answer.result(60)
+        assert raised.value.exit_code == 4
+
+
+@fault(1)
+def test_nodes_meet_again_after_node_0_was_killed_and_started_again(port: int) -> None:
+    """Its store is gone, and the new one counts rounds from 1."""
+
+    def node_0(count: int) -> None:
+        node = Node(port, 0, nnodes=2)
+        for _ in range(count):
+            node.join().result(60) if node.number == 0 else node.join_again().result(60)
+        time.sleep(60)
+
+    context = multiprocessing.get_context("fork")
+    first, other = context.Process(target=node_0, args=(2,)), Node(port, 1, nnodes=2)
+    first.start()
+    assert other.join().result(60) == other.join_again().result(60) == [0, 1] and other.number == 2
+    first.kill()
+    first.join()
+    second = context.Process(target=node_0, args=(1,))
+    answer = other.join_again()
+    second.start()
+    assert answer.result(60) == [0, 1] and other.number == 1
+    second.kill()
+    second.join()
+
+
+def in_process(node: Callable[[], Node], limits: tuple[int, int]) -> Future[list[int]]:
     """`join` in a process of its own, which may open so many files: now, and at most."""
 
     def run() -> list[int]:
         reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             try:
-                writer.send(join(node, endpoint))
-            except UserError as error:
-                writer.send(error)
-            os._exit(0)
-        assert reader.poll(60)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                try:
+                    writer.send(node().join().result(120))
+                except UserError as error:
+                    writer.send(error)
+                time.sleep(5)  # it hosts the store
+            finally:
+                os._exit(0)
+        assert reader.poll(120)
+        answer = reader.recv()
         os.waitpid(pid, 0)
-        if isinstance(answer := reader.recv(), UserError):
+        if isinstance(answer, UserError):
             raise answer
         return answer
 
     return in_thread(run)
 
 
-@fault(42)
-def test_a_thousand_nodes_join_while_two_thousand_strangers_connect() -> None:
-    """A process may often open no more than 1,024 files, unless it raises that limit. All wait for the last node."""
-    assert allow_many_files() > 4000, "the limit of this machine (ulimit -Hn) is too low for this test"
-    endpoint, count = free_endpoint(), 999
-    shared, generator = {**SHARED, "--nnodes": count + 1}, random.Random(0)
-    node_0 = in_process(NodeInfo(0, "gpu1", shared, {}), endpoint, 1024, 4000)
-    connect(endpoint).close()
-    strangers = [connect(endpoint) for _ in range(2000)]
+def crowd(port: int, ranks: range, shared: dict[str, Any]) -> None:
+    """So many nodes in one process: what each of them does with the store, as often as it does."""
+    stores = {}
+    for rank in ranks:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        record = NodeRecord(rank, f"gpu{rank + 1}", str(rank), shared, {}, "10.0.0.1", "127.0.0.1")
+        slot = store.add("1/count", 1)
+        store.add(f"beat/{rank}", 1)
+        store.set(f"1/record/{slot}", json.dumps(vars(record)))
+        stores[rank] = store
+    waiting = dict(stores)
+    while waiting:
+        start = time.monotonic()
+        for rank, store in list(waiting.items()):
+            if store.check(["1/answer"]):
+                answer = json.loads(store.get("1/answer"))
+                assert len(answer["nodes"]) == 1000
+                del waiting[rank]
+            else:
+                store.check([f"1/refused/{rank}"])
+                store.add(f"beat/{rank}", 1)
+        time.sleep(max(0, start + node_rendezvous.RETRY_INTERVAL_S - time.monotonic()))
+
+
+def thousand(count: int, port: int = 29500) -> None:
+    """Node 0, `count` - 1 others and 2,000 strangers, in processes of one machine."""
+    allow_many_files()
+    context, ranks = multiprocessing.get_context("fork"), range(1, count)
+    shared = Node(port, 0, nnodes=count).own.shared
+    parts = [context.Process(target=crowd, args=(port, ranks[index::8], shared)) for index in range(8)]
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4000))
+        Node(port, 0, nnodes=count, grace=110).join().result(120)
+        time.sleep(60)  # it hosts the store
+    connect(port).close()
+    strangers, generator = [connect(port) for _ in range(2000)], random.Random(0)
     for stranger in strangers[::2]:
-        try_to_send(stranger, generator.randbytes(generator.randrange(5000)) + b"\n" * generator.randrange(2))
+        try_to_send(stranger, generator.randbytes(generator.randrange(5000)))
     start = time.monotonic()
-    nodes = [connect(endpoint) for _ in range(count)]
-    for rank, node in enumerate(nodes, start=1):
-        text = line(node_rank=rank, shared=shared)
-        node.sendall(text[:20])  # slowly
-        try_to_send(strangers[2 * rank], text[:1])
-        node.sendall(text[20:])
-    answer = json.dumps({"start": True, "nodes": [*range(count + 1)]}).encode() + b"\n"
-    for node in nodes:
-        with node, node.makefile("rb") as received:
-            assert received.readlines() == [GREETING, answer]
-    assert node_0.result(60) == [*range(count + 1)]
-    assert time.monotonic() - start < 60, "a machine without other work needs two seconds"
-    for stranger in strangers:
-        stranger.close()
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.join(120)
+    print(f"{[part.exitcode for part in parts]} after {time.monotonic() - start:.1f} s", flush=True)
+    os.kill(pid, signal.SIGKILL)
 
 
-def test_too_few_files_for_all_nodes_are_one_line_at_once() -> None:
-    node_0 = in_process(NodeInfo(0, "gpu1", {**SHARED, "--nnodes": 1000}, {}), free_endpoint(), 512, 1024)
-    says = r"^gpu1 may open 1024 files, and each of 1000 nodes needs one: raise the limit there \(ulimit -Hn\)$"
+@fault(42)
+@pytest.mark.sample(0)
+def test_a_thousand_nodes_join_while_two_thousand_strangers_connect() -> None:
+    """A process may often open no more than 1,024 files, unless it raises that limit.
+
+    On a machine of its own: torch's store looks up the name of each address that connects, and a name server that is
+    asked so often may not respond.
+    """
+    assert allow_many_files() > 4000, "the limit of this machine (ulimit -Hn) is too low for this test"
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with machines(1) as (machine,):
+        program = machine.start(sys.executable, "-c", "from test_rendezvous import *; thousand(1000)", **variables)
+        assert program.wait(150) == 0 and f"{[0] * 8} after" in program.output(), program.output()
+
+
+def test_too_few_files_for_all_nodes_are_one_line_at_once(port: int) -> None:
+    node_0 = in_process(lambda: Node(port, 0, nnodes=1000), (512, 1024))
+    says = r" may open 1024 files, and each of 1000 nodes needs one: raise the limit there \(ulimit -Hn\)$"
     with pytest.raises(SetupError, match=says):
         node_0.result(60)
 
 
 def test_two_of_four_nodes_suffice_once_the_grace_time_is_over(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "LATE_NODES_GRACE_S", 1.5)
-
-    def start(members: Collection[int], *nodes: NodeInfo, grace: float = 50.0, restart: bool = True) -> Any:
-        """What each of them gets, node 0 first: the ranks of the nodes, or an error."""
-        endpoint = replace(free_endpoint(), grace=grace, restart=restart, elastic=True)
-        futures = [in_thread(join, info, endpoint, members) for info in nodes]
-        answers = [future.exception(60) or future.result() for future in futures]
-        return answers, capfd.readouterr().err
-
-    def node(rank: int, **shared: Any) -> NodeInfo:
-        return node_info(rank, **{"--nnodes": "2:4", **shared})
-
-    two = (node(0), node(2))
+    monkeypatch.setattr(node_record, "LATE_NODES_GRACE_S", 3.0)
+    few = [Node(port, rank, nnodes="2:4", grace=6) for rank in (0, 2)]
+    assert [answer.result(60) for answer in [node.join() for node in few]] == [[0, 2]] * 2
     absent = (
-        "node 0: nodes 1 and 3 did not join within 1 s: training with 2 of 4 nodes; a node that comes back joins at"
+        "node 0: nodes 1 and 3 did not join within 6 s: training with 2 of 4 nodes; a node that comes back joins at"
     )
-    for first, restart in ((range(4), False), ((0, 1, 2), True)):  # at the start of a run, and after a loss
-        answers, printed = start(first, *two, grace=1.0, restart=restart)
-        assert answers == [[0, 2]] * 2 and absent in printed
-    endpoint = replace(free_endpoint(), restart=True, elastic=True)
-    early = [in_thread(join, info, endpoint, range(4)) for info in two]
-    time.sleep(2)  # longer than for those that were not in the last round
-    late = [in_thread(join, node(rank), endpoint, range(4)) for rank in (1, 3)]
-    assert [future.result(60) for future in (*early, *late)] == [[0, 1, 2, 3]] * 4
-    capfd.readouterr()
-    before = time.monotonic()  # those that were not in the last round are not waited for as long
-    assert start((0, 2), *two) == ([[0, 2]] * 2, "")
-    assert time.monotonic() - before < 40
-    assert start((0, 2), *two, node(3)) == ([[0, 2, 3]] * 3, "node 0: node 3 joined again: 3 of 4 nodes\n")
-    answers, _ = start((0, 2), *two, node(3, x=1), node(3, x=1))  # with other options: refused alone
-    assert answers[:2] == [[0, 2]] * 2
-    assert all(isinstance(error, SetupError) and "do not agree: x is None and 1" in str(error) for error in answers[2:])
-    answers, _ = start(range(4), node(0), grace=1.0)
-    assert isinstance(answers[0], PeerLost) and "only 1 of 4 nodes joined" in str(answers[0])
+    assert absent in capfd.readouterr().err
+    # Those that were not in the last round are not waited for as long.
+    start = time.monotonic()
+    assert [answer.result(60) for answer in [node.join_again() for node in few]] == [[0, 2]] * 2
+    assert time.monotonic() - start < 40 and "did not join" not in capfd.readouterr().err
+    # Two come while the others run, one of them with other options: it is refused alone.
+    late, wrong = Node(port, 3, nnodes="2:4"), Node(port, 1, nnodes="2:4", x=1)
+    answers = [late.join(), wrong.join()]
+    time.sleep(2)
+    assert [node.num_nodes_waiting() for node in few] == [0, 0], "they do not disturb the run"
+    answers += [node.join_again() for node in few]
+    assert [answer.result(60) for answer in (answers[0], *answers[2:])] == [[0, 2, 3]] * 3
+    with pytest.raises(SetupError, match="do not agree: x is None and 1"):
+        answers[1].result(60)
+    printed = capfd.readouterr().err
+    assert "node 0: node 3 joined again: 3 of 4 nodes\n" in printed
+    assert "node 3: a run is in progress at 127.0.0.1:" in printed
+    answer = few[0].join_again(grace=4)
+    with pytest.raises(PeerLost, match="only 1 of 4 nodes joined"):
+        answer.result(60)
 
 
-def test_a_node_that_comes_back_waits_for_the_run_to_restart(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """torchrun's store has the port meanwhile, and says nothing."""
-    monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 0.5)
-    endpoint = replace(free_endpoint(), grace=2.0, elastic=True)
-    with listen(endpoint.port):
-        late = in_thread(join, node_info(1, **{"--nnodes": "1:2"}), endpoint)
-        time.sleep(4.5)
-        assert not late.done()
-        monkeypatch.setattr(rendezvous, "REPLY_TIMEOUT_S", 10.0)
-    first = in_thread(join, node_info(0, **{"--nnodes": "1:2"}), replace(endpoint, grace=9.0), [0])
-    assert first.result(60) == late.result(60) == [0, 1]
-    waiting, back = capfd.readouterr().err.splitlines()
-    assert "nothing responds: if a run is in progress there, this node joins when that restarts" in waiting
-    assert back == "node 0: node 1 joined again: 2 of 2 nodes"
+@fault(29)
+def test_a_node_that_waits_for_a_restart_says_so_if_the_run_ends(port: int) -> None:
+    def node_0() -> None:
+        Node(port, 0, nnodes="1:2", grace=2).join().result(60)
+        time.sleep(60)
+
+    first = multiprocessing.get_context("fork").Process(target=node_0)
+    first.start()
+    late = Node(port, 1, nnodes="1:2", grace=2)
+    time.sleep(8)  # node 0 has gone on without it
+    answer = late.join()
+    time.sleep(3)
+    assert not answer.done()
+    first.kill()
+    first.join()
+    with pytest.raises(SetupError, match=r"the run at 127\.0\.0\.1:\d+ has ended without node 1 \(gpu2\)"):
+        answer.result(60)
 
 
 @fault(9)
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, tmp_path: Path) -> None:
-    endpoint = free_endpoint()
-    options = ["--nnodes", 3, "--master-addr", "127.0.0.1", "--master-port", endpoint.port, "--node-rank"]
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONASYNCIODEBUG": "1"}
+def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, port: int, tmp_path: Path) -> None:
+    options = ["--nnodes", 3, "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
     command = ["bash", TEMPLATE / "launch_node.sh", *options]
-    nodes = [Program([*command, rank, "--", "--output-dir", tmp_path], variables) for rank in (0, 1)]
-    assert nodes[0].until("waiting for node").startswith("node 0: waiting for node 2 at port"), "node 1 has joined"
+    nodes = [
+        Program([*command, rank, "--", "--output-dir", tmp_path], {"PYTHONDONTWRITEBYTECODE": "1"}) for rank in (0, 1)
+    ]
+    assert nodes[0].until("waiting for node").startswith("node 0: waiting for node")
+    launcher = psutil.Process(nodes[1].process.pid)
+    while not any(each.status == psutil.CONN_ESTABLISHED for each in launcher.net_connections()):
+        time.sleep(0.1)
+    time.sleep(1)  # node 1 has registered
     nodes[0].signal(getattr(signal, name))
     assert [node.wait() for node in nodes] == [75, 75]
     for node in nodes:
-        last = node.output().splitlines()[1 if node is nodes[0] else 0 :]
+        last = [line for line in node.output().splitlines() if "waiting for" not in line]
         assert last == [f"stopped by {name} before training began: nothing to save"]

@@ -169,6 +169,7 @@ def test_another_number_of_processes_uses_each_sample_once(
     assert "--grad-accum-steps was 3, is 2" in train(2, *options, "--grad-accum-steps", 2, code=4)
     monkeypatch.setenv(ELASTIC_VARIABLE, "1")
     assert "--grad-accum-steps was 3, is 4" in train(1, *options, "--grad-accum-steps", 4, code=4)
+    monkeypatch.setenv(ELASTIC_VARIABLE, "2")
     assert "the global batch was 21, is 28, " in train(2, *options, "--grad-accum-steps", 2)
     used = indices_used(tmp_path)
     assert len(used) == len(set(used)), "a sample is used twice"

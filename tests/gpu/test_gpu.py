@@ -484,29 +484,6 @@ def test_mfu(project: Project, tmp_path: Path, model: str, answer: Answer) -> No
 
 
 @pytest.mark.needs_gpu
-def test_number_of_gpus(project: Project, answer: Answer) -> None:
-    """Does the launcher count the GPUs as CUDA does?"""
-    code = "import torch; from ddp.launcher.node_info import gpu_names; "
-    code += "print(len(gpu_names()), torch.cuda.device_count())"
-    found = []
-    for visible in (None, "0", "0,-1", "-1", "", "0,0", "99"):
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "environ", environment)
-            launcher, cuda = project.run("-c", code).split()
-        found.append((visible, launcher, cuda))
-    assert all(launcher == cuda for _, launcher, cuda in found), found
-    answer("yes, for 7 values of CUDA_VISIBLE_DEVICES")
-
-
-def test_memory(project: Project, tmp_path: Path, answer: Answer) -> None:
-    """How much memory does ToyModel take with a batch of 64?"""
-    project.train(*FAST, "--max-steps", 30, "--output-dir", tmp_path / "out")
-    answer(f"{lines(tmp_path / 'out', 'train')[-1]['memory_mb']:.0f} MB")
-
-
-@pytest.mark.needs_gpu
 def test_waiting_for_data(project: Project, tmp_path: Path, answer: Answer) -> None:
     """How much of a step waits for data?"""
     found = []

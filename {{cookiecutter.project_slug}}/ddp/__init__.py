@@ -5,7 +5,7 @@
     data/         datasets: which sample goes to which rank, DataLoader workers, seeds, checks of the first batch
     checkpoint/   what a checkpoint holds, how it is written and verified, how a run resumes
     training/     DDP wrapping, learning rate, metrics, logs, the output directory, the run
-    launcher/     what launch_node.sh runs: machines connect, torchrun, restarts; no torch
+    launcher/     what launch_node.sh runs: options, torchrun's agent, the rendezvous of the nodes, restarts
     entrypoint/   launch(main, Config), --nproc, the ranks' part of launch_node.sh --check
 
 A room imports only rooms above it; launcher imports core alone. Nothing in here imports main, model, data or config.

@@ -1,5 +1,6 @@
 """This machine: its cores, its files, its addresses and interfaces, and the process that listens on a port."""
 
+import errno
 import math
 import os
 import re
@@ -71,6 +72,11 @@ def is_loopback(address: str) -> bool:
     return plain(address).startswith("127.") or plain(address) == "::1"
 
 
+def own_addresses() -> list[str]:
+    """Those at which other machines may reach this one."""
+    return [address for address in addresses() if not is_loopback(address) and not address.startswith("fe80")]
+
+
 def is_own_address(address: str) -> bool:
     """Whether this machine has that address: only then can something listen there."""
     return is_loopback(address) or interface_of(address) is not None
@@ -82,6 +88,17 @@ def listen(port: int) -> socket.socket:
         with suppress(OSError):  # IPv6 may be disabled; a port that is taken is taken for IPv4 as well
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
+
+
+def port_problem(port: int) -> str:
+    """Why nothing can listen at that port, and what to do; empty if it is free."""
+    try:
+        listen(port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"is taken by {port_owner(port)}: end that process, or choose another port"
+        return f"cannot be used ({error.strerror}): choose another port"
+    return ""
 
 
 def port_owner(port: int) -> str:

@@ -93,7 +93,13 @@ class ProcessExit:
 
 
 def tell_launcher(name: str, text: str) -> None:
-    """Write a file to the directory of torchrun's error file; worker_group.py lists them. Nothing without torchrun."""
+    """Write a file to the directory of torchrun's error file, for launch_node.py. Without torchrun, do nothing.
+
+    pid: the process id, once this process handles signals. output_dir: once it has joined the others. saved: the step
+    of the last checkpoint, after each save, so that a killed process leaves it as well. done: empty; it succeeded.
+    error.json: it failed: {"message": {"message": ..., "errorCode": ..., "extraInfo": {...}}}, where extraInfo has
+    "cause" (false if another rank failed first) and "timestamp" (in seconds since 1970).
+    """
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file and "LOCAL_RANK" in os.environ:
         with suppress(OSError), atomic_write(Path(error_file).with_name(name), "w") as file:

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,34 @@ from typing import Any, TextIO
 log = logging.getLogger(__name__)
 PROGRESS_AFTER_S = 2.0
 RANK_LOGS_VARIABLE = "DDP_RANK_LOGS"  # launch_node.sh sets it
+
+
+def set_up_logging(rank: int) -> None:
+    """One logger that every rank may call: rank 0 prints everything, the others warnings, with their rank."""
+    from tqdm import tqdm  # not needed to check a command line
+
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system-wide semaphore, which outlives a killed process
+    handler = _ConsoleHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger = logging.getLogger("ddp")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Prints lines above a progress bar, if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(console(sys.stderr)):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the reader may be gone, as in `| head`: the run continues
+            super().handleError(record)
 
 
 def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:

@@ -16,7 +16,8 @@ Config = TypeVar("Config", bound="RunConfig")
 RESUME_WORDS = ("auto", "must", "never")  # of --resume; anything else is a path
 DEFAULT_PARENT = "runs"  # of output directories; the rest of the default follows from the data and the model
 RESTARTS_VARIABLE = "DDP_RESTARTS_LEFT"  # launch_node.sh sets it while a restart is left
-ELASTIC_VARIABLE = "DDP_ELASTIC"  # launch_node.sh sets it with --nnodes MIN:MAX: it chooses --grad-accum-steps
+ELASTIC_VARIABLE = "DDP_ELASTIC"  # launch_node.sh sets it with --nnodes MIN:MAX: the number of processes with MAX nodes
+ROUND_VARIABLE = "DDP_ROUND"  # launch_node.sh sets it: the prefix of what the ranks write to its store
 CHECK_VARIABLE = "DDP_CHECK"  # launch_node.sh --check sets it: the ranks then run preflight.check instead of main
 MAX_PROCESSES_PER_CORE = 16  # each process takes a few hundred MB
 MAX_WAIT_S = 10**7

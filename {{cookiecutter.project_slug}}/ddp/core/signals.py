@@ -26,6 +26,7 @@ REPEAT_INTERVAL_S = 1.0  # one request may arrive twice: from the terminal or Sl
 POLL_INTERVAL_S = 0.5
 REPARENT_GRACE_S = 0.2  # the kernel's SIGTERM arrives before getppid changes
 TELL_PEERS_TIMEOUT_S = 0.5  # to tell the other ranks of an immediate exit
+KILL_TIMEOUT_S = 5.0  # for the kernel to end killed processes
 NOTICE_AFTER_S = 1.5  # a stop that takes longer is announced
 LAUNCHER_GONE = 256  # a reason to stop that is not a signal; larger than all signals
 # Loaded here, and not in a DataLoader worker: after a fork, a lock of the dynamic loader may never be released.
@@ -192,10 +193,26 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
         LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
+def adopt_orphans() -> None:
+    """From now on, a process whose parent dies becomes a child of this one, if that parent descends from it. Linux."""
+    if LIBC is not None:
+        LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def kill_children() -> None:
+    """Kill what this process and its children have started, and wait until it is gone."""
+    import psutil
+
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        send_signal(process.pid, signal.SIGKILL)
+    psutil.wait_procs(left, KILL_TIMEOUT_S)
 
 
 def is_alive(pid: int) -> bool:

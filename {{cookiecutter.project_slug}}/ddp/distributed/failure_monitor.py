@@ -12,10 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,7 +25,6 @@ from ddp.core.errors import (
     PeerFailed,
     PeerLost,
     RankHangs,
-    UserError,
     exit_code_of,
     failure_record,
     numbered,
@@ -36,13 +34,13 @@ from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack
+from ddp.core.timeout import Result, call_with_timeout
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, read_key
 from ddp.distributed.stop_sync import StopSync
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 POLL_INTERVAL_S = 0.5  # how often a rank checks whether another one failed
 FAST_POLL_INTERVAL_S = 0.05  # while it waits for an answer of the others
 RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive; to agree on a stop, unless steps take longer
@@ -310,20 +308,6 @@ class FailureMonitor:
         if self.stop_sync.decided or time.monotonic() - mark.created_at < self.timeout:
             return False
         return not call_with_timeout(RESPONSE_TIMEOUT_S, mark.reached)  # the driver may block, too
-
-
-def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns; None if it fails or takes longer: a store whose host is gone may block without end."""
-    results: list[Result] = []
-
-    def run() -> None:
-        with suppress(RuntimeError, UserError):
-            results.append(call())
-
-    thread = threading.Thread(target=run, name="store call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
 
 
 def _is_comm_error(error: BaseException) -> bool:

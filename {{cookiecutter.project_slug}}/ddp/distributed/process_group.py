@@ -20,7 +20,8 @@ from ddp.core.process_exit import process_exit, tell_launcher, translate_excepti
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
-from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
+from ddp.core.timeout import call_with_timeout
+from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ddp.core.errors import PeerLost, SetupError, numbered
-from ddp.core.host import is_own_address, listen, own_address, port_owner
-from ddp.distributed.failure_monitor import FailureMonitor, call_with_timeout
+from ddp.core.host import is_own_address, own_address, port_problem
+from ddp.core.run_config import ROUND_VARIABLE
+from ddp.core.timeout import call_with_timeout
+from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import RankEnv
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,10 @@ def create_store(env: RankEnv, timeout: float) -> dist.Store:
         else:
             found = socket.getaddrinfo(*env.endpoint, type=socket.SOCK_STREAM)
             _check_endpoint(env, found) if env.hosts_store else _wait_for_rank_0(env, timeout)
-            store = next(dist.rendezvous(env.init_method, env.rank, env.world_size, timeout=limit))[0]
+            if turn := os.environ.get(ROUND_VARIABLE):
+                store = dist.PrefixStore(turn, dist.TCPStore(*env.endpoint, timeout=limit, wait_for_workers=False))
+            else:
+                store = next(dist.rendezvous(env.init_method, env.rank, env.world_size, timeout=limit))[0]
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if isinstance(error, socket.gaierror):
@@ -54,13 +59,8 @@ def _check_endpoint(env: RankEnv, found: list[Any]) -> None:
     """On rank 0: raise OSError if it cannot listen there."""
     if not any(is_own_address(str(entry[4][0])) for entry in found):
         raise OSError("this is not an address of this machine, where rank 0 runs: use one that is")
-    port = env.endpoint[1]
-    try:
-        listen(port).close()
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        reason = f"is taken by {port_owner(port)}" if taken else f"cannot be used ({error.strerror})"
-        raise OSError(f"the port {reason}; end that process, or choose another port") from error
+    if problem := port_problem(env.endpoint[1]):
+        raise OSError(f"the port {problem}")
 
 
 def _wait_for_rank_0(env: RankEnv, timeout: float) -> None:

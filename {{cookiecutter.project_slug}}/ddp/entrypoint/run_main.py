@@ -5,27 +5,29 @@
 
 import logging
 import os
+import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
-from tqdm import tqdm
 
 from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
 from ddp.core.files import correct_status
 from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_process, process_exit, tell_launcher, translate_exception
-from ddp.core.rank_logs import console
-from ddp.core.run_config import CHECK_VARIABLE, RunConfig, output_dirs
-from ddp.core.signals import SignalHandler, killed_by, stop_signal
+from ddp.core.rank_logs import set_up_logging
+from ddp.core.run_config import CHECK_VARIABLE, ELASTIC_VARIABLE, RunConfig, output_dirs
+from ddp.core.signals import SignalHandler, killed_by, send_signal, stop_signal
 from ddp.distributed.rank_env import VARIABLES, Launcher, RankEnv, find_rank_env
 from ddp.distributed.store import report_early_failure
 from ddp.entrypoint import preflight
-from ddp.launcher.worker_group import WorkerProcesses
 
+# After a failure, for the other ranks to report it before they are asked to stop; then, before they are killed.
+SPAWN_GRACE_S = 15.0
+SIGNAL_INTERVAL_S = 1.0  # a signal that arrives just before a system call is handled after it
 Main = Callable[[Any, RankEnv], None]  # with the Config of config.py
 
 
@@ -68,10 +70,12 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     if env.launcher in (Launcher.NPROC, Launcher.TEST):  # no launcher ends the other ranks when one exits
         process_exit.report_grace_s = 0
     process_exit.resolve_root_cause = lambda error: report_early_failure(error, env)
-    _set_up_logging(env.rank)
+    set_up_logging(env.rank)
     allow_many_files()
     stop_signal.listen(parent)
     tell_launcher("pid", str(os.getpid()))
+    if full := int(os.environ.get(ELASTIC_VARIABLE, 0)):  # more passes keep the global batch, or come close from below
+        config = replace(config, grad_accum_steps=config.grad_accum_steps * full // env.world_size)
     try:
         main(config, env)
     except BaseException as error:
@@ -82,81 +86,65 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     return 0
 
 
-class SpawnedRanks(WorkerProcesses):
-    """The ranks that --nproc starts."""
+class SpawnSignals(SignalHandler):
+    """Passes a request to stop on to the ranks that --nproc has started, once; a second one kills them."""
 
-    stop_after_s = 5.0  # one that has not joined waits for the rank that failed
-    kill_after_s = 30.0  # until then they tell each other, and may be saving
+    processes: Sequence[Any] = ()
 
-    def __init__(self, processes: list[Any]) -> None:
-        super().__init__()
-        self.processes = processes
+    def on_first(self) -> None:
+        self.send(signal.SIGTERM)  # a rank that still starts would print a traceback for SIGINT
 
-    def running(self) -> list[int]:
-        return [process.pid for process in self.processes if process.is_alive()]
+    def on_second(self) -> None:
+        self.send(signal.SIGKILL)
 
-    def has_failed(self) -> bool:
-        return any(process.exitcode for process in self.processes)
-
-    def exit_code(self, requests: SignalHandler) -> int:
-        """One exit code for all: of a rank that exited by itself; 8 if one was killed, and no user asked for a stop."""
-        if requests.second is not None:
-            quit = QuitImmediately(requests.second)
-            print_line(str(quit))
-            return quit.exit_code
-        codes = [each.exitcode for each in self.processes if each.exitcode > 0]
-        ended = {rank: each for rank, each in enumerate(self.processes) if each.pid not in self.survivors}
-        killed = {rank: each for rank, each in ended.items() if each.exitcode < 0}
-        if killed and requests.first is not None and not codes:
-            print_line("stopped on request before training began: nothing to save")
-            return ExitCode.STOPPED
-        for rank, each in killed.items():
-            print_line(f"rank {rank}: its process {each.pid} was {killed_by(each.exitcode)}")
-        if killed and requests.first is None and set(codes) <= {ExitCode.STOPPED}:  # we asked the others to stop
-            return ExitCode.PEER_LOST
-        return next(iter(codes), 0)
+    def send(self, number: int) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                send_signal(process.pid, number)
 
 
 def spawn(main: Main, config: RunConfig, nproc: int) -> int:
     """Run `main` in `nproc` processes. Returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report in one line what its C++ code warns of
-    requests = SignalHandler()
-    requests.install()
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    signals = SpawnSignals()
+    signals.install()
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # the ranks connect through a file: no port is needed
         arguments = (main, config, nproc, f"file://{folder}/rendezvous", os.getpid())
-        ranks = SpawnedRanks(mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False).processes)
-        ranks.watch(requests)
-        code = ranks.exit_code(requests)
+        context = mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False)
+        signals.processes = context.processes
+        if signals.first is not None:
+            signals.on_first()
+        code = join(context, signals)
         for path in output_dirs(config.output_dir):
-            correct_status(path, [process.pid for process in ranks.processes], code, "a process was killed")
+            correct_status(path, context.pids(), code, "a process was killed")
         return code
+
+
+def join(context: mp.ProcessContext, signals: SpawnSignals) -> int:
+    """Wait for all. Returns one exit code: that of a rank that exited by itself; 8 if one was killed, unasked."""
+    killed: Any = None
+    try:
+        while not context.join(SIGNAL_INTERVAL_S, SPAWN_GRACE_S):
+            pass
+    except mp.ProcessExitedException as error:  # of the first that failed
+        killed = error if error.exit_code < 0 else None
+    if signals.second is not None:
+        quit = QuitImmediately(signals.second)
+        print_line(str(quit))
+        return quit.exit_code
+    codes = [process.exitcode for process in context.processes if process.exitcode > 0]
+    if killed and killed.exit_code == -signal.SIGTERM and signals.first is not None and not codes:
+        print_line("stopped on request before training began: nothing to save")
+        return ExitCode.STOPPED
+    if killed:
+        print_line(f"rank {killed.error_index}: its process {killed.error_pid} was {killed_by(killed.exit_code)}")
+    if killed and set(codes) <= ({ExitCode.STOPPED} if signals.first is None else set()):  # torch has asked the others
+        return ExitCode.PEER_LOST
+    return next(iter(codes), 0)
 
 
 def _run_spawned(rank: int, main: Main, config: RunConfig, nproc: int, init_method: str, parent: int) -> None:
     mp.set_start_method(None, force=True)  # otherwise DataLoader workers would be spawned as well, and import torch
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent only, which forwards it once
     exit_process(run_as_rank(main, config, RankEnv(rank, nproc, rank, init_method, Launcher.NPROC), parent))
-
-
-def _set_up_logging(rank: int) -> None:
-    """One logger that every rank may call: rank 0 prints everything, the others warnings, with their rank."""
-    tqdm.set_lock(threading.RLock())  # tqdm's default is a system-wide semaphore, which outlives a killed process
-    handler = _ConsoleHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger = logging.getLogger("ddp")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-
-
-class _ConsoleHandler(logging.StreamHandler):
-    """Prints lines above a progress bar, if there is one."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(console(sys.stderr)):
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # the reader may be gone, as in `| head`: the run continues
-            super().handleError(record)

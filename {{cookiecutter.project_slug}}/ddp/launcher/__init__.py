@@ -1,4 +1,4 @@
-"""What launch_node.sh runs: options, agents, rendezvous of the nodes, torchrun and its workers.
+"""What launch_node.sh runs: options, the agent of one node, the rendezvous of the nodes. torchrun starts the workers.
 
-Imports core only, and torch only in torchrun's own process.
+Imports core only. launch_node.py checks the options before node_rendezvous.py imports torch.
 """

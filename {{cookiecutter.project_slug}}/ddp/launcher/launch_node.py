@@ -1,35 +1,44 @@
-"""What launch_node.sh runs: its command line, and the agent of one node, which runs and restarts the workers.
+"""What launch_node.sh runs: its command line, and the agent of one node, which runs the workers with torchrun.
 
-torchrun's own --max-restarts is not used: restarted workers read stale keys from its store (pytorch issue 135712).
-Instead all nodes end their workers and connect again, and main.py resumes from the newest checkpoint.
+After the loss of a process, the nodes meet again (node_rendezvous.py), and main.py resumes from the newest checkpoint.
 """
 
 import argparse
 import importlib.util
 import os
+import re
+import shutil
+import signal
+import socket
 import sys
+import tempfile
+import threading
 import time
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ddp.core.errors import (
     ExitCode,
+    PeerLost,
+    QuitImmediately,
     SetupError,
     Stopped,
     UsageError,
-    UserError,
+    exit_code_of,
     numbered,
     one_line,
     plural,
     print_line,
 )
-from ddp.core.files import correct_status, read_status
+from ddp.core.files import PROJECT_DIR, correct_status, read_status
+from ddp.core.host import available_cores
 from ddp.core.ledger import NOTICED_VARIABLE
 from ddp.core.options import OptionParser, option
-from ddp.core.process_exit import process_exit
-from ddp.core.rank_logs import RANK_LOGS_VARIABLE
+from ddp.core.process_exit import exit_process, process_exit
+from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
 from ddp.core.run_config import (
     CHECK_VARIABLE,
     ELASTIC_VARIABLE,
@@ -38,14 +47,15 @@ from ddp.core.run_config import (
     check_process_count,
     output_dirs,
 )
-from ddp.core.signals import SignalHandler
-from ddp.launcher.node_info import describe_node, gpu_names, print_table
-from ddp.launcher.rendezvous import Endpoint, join_nodes, node_range
-from ddp.launcher.worker_group import RunResult, WorkerGroup
+from ddp.core.signals import SignalHandler, adopt_orphans, is_alive, kill_children, killed_by, send_signal
+from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, describe_node, round_end
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
 FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 1, 60
 DEFAULT_RESTARTS = 3  # on several machines
+POLL_INTERVAL_S = 0.1
+FOREIGN = re.compile("PET_|((LOCAL_)?RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|NNODES|NPROC_PER_NODE|TORCHELASTIC_.*)$")
+OTHER_NODES_GRACE_S = 60.0  # how long torchrun may wait for others once all workers here are done, or after a signal
 HELP = """\
 Train on all GPUs of this machine, or with one process if it has none.
 To train on several machines, run this on each, with the same options except for --node-rank.
@@ -87,12 +97,14 @@ class LaunchOptions:
         self.master_addr = self.master_addr.strip("[]")  # around an IPv6 address
         self.min_nodes, self.max_nodes = node_range(self.nnodes)
         if self.check:  # none may be missing
-            self.nnodes = str(self.max_nodes)
+            self.nnodes, self.min_nodes = str(self.max_nodes), self.max_nodes
         if self.node_rank >= self.max_nodes:
             last = self.max_nodes - 1
             raise UsageError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes}, ranks run from 0 to {last}")
         if self.max_nodes > 1 and not self.master_addr:
             raise UsageError(f"--master-addr: needed with --nnodes {self.nnodes}; see --help")
+        if self.max_nodes == 1:
+            self.master_addr, self.master_port = "127.0.0.1", 0  # any free one
         if self.max_restarts is None or self.check:
             self.max_restarts = DEFAULT_RESTARTS if self.max_nodes > 1 and not self.check else 0
 
@@ -105,9 +117,19 @@ def main(config_class: type[RunConfig]) -> NoReturn:
             remedy = "run pip install -e . with it, activate the right environment, or set PYTHON"
             raise SetupError(f"{sys.executable} has no package {' and '.join(missing)}: {remedy}")
         code = NodeAgent(options, config, main_options).run()
-    except UserError as error:
+    except Exception as error:
         code = process_exit.handle_exception(error)
-    sys.exit(code)
+    exit_process(code)  # a thread may wait for a store without end
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """The smallest and the largest number of nodes: `4` gives 4 and 4, `2:4` gives 2 and 4. Raises UsageError."""
+    found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
+    most = int(found[2]) if found else 0
+    least = int(found[1] or most) if found else 0
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes: {text!r} must be an integer >= 1, or MIN:MAX, such as 2:4")
+    return least, most
 
 
 def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[LaunchOptions, RunConfig, list[str]]:
@@ -132,106 +154,197 @@ def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[
 
 
 class NodeAgent(SignalHandler):
-    """This node, through all restarts of one run. A signal stops it; while no workers run, it raises Stopped."""
+    """This node, through all rounds of one run: torchrun's agent in a thread, and signals in the main thread.
+
+    torchrun starts and watches the workers, and calls `end_round` and `begin_round` through node_rendezvous.py.
+    """
 
     def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
         super().__init__()
-        self.pids: list[int] = []  # of the last workers
-        self.when = ""  # what Stopped reports; empty while workers run
-        self.install()
         self.options, self.config, self.main_options = options, config, main_options
-        self.nodes = list(range(options.max_nodes))  # the ranks of those that run the workers
-        self.nproc = options.nproc_per_node or len(gpu_names()) or 1
-        check_process_count("--nproc-per-node", self.nproc)
-        basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
-        self.info = describe_node(options.node_rank, basics, config)
+        self.folder = Path()  # of the files that the workers write
+        self.stop, self.ended = threading.Event(), threading.Event()  # stop: asked by a signal
+        self.error: BaseException | None = None  # of the thread, once it has ended
+        self.rendezvous: Any = None
+        self.nproc, self.running = 0, False  # running: whether torchrun runs workers, or is about to
+        self.pids, self.signalled = set[int](), set[int]()  # pids: of all workers so far
+        self.killed: tuple[int, int, int] | None = None  # the first worker that failed: exit code, local rank, pid
+        self.restarts, self.furthest_step, self.pause, self.noticed_at = 0, -1, 0, 0.0
+        self.exhausted = False  # whether no restart is left
         self.shows_no_progress = options.node_rank > 0 and not options.check  # rank 0 shows it, on node 0
 
-    def on_first(self) -> None:
-        if self.first is not None and self.when:
-            raise Stopped(f"stopped by {self.first.name} {self.when}")
+    # ---- the main thread --------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Run the workers, again if a process is lost and a restart is left; progress resets the count of restarts."""
-        restarts, furthest_step, pause, noticed_at = 0, -1, 0, 0.0
-        while True:
-            try:
-                self._connect_nodes(pause)
-            except UserError as error:
-                self._correct_status(error.exit_code, one_line(error))
-                raise
-            result = self._run_workers(self.options.max_restarts - restarts, noticed_at)
-            noticed_at = result.noticed_at
-            if result.saved_step > furthest_step:
-                restarts, furthest_step = 0, result.saved_step
-            if not result.restartable or self.first is not None or restarts >= self.options.max_restarts:
-                break
-            pause = min(FIRST_RESTART_INTERVAL_S * 2**restarts, MAX_RESTART_INTERVAL_S)
-            restarts += 1
-            reason = "a process was lost" if result.reported else result.message
-            start = "from the last checkpoint, if there is one" if furthest_step < 0 else f"from step {furthest_step:,}"
-            count = f"restart {restarts} of {self.options.max_restarts}"
-            self._print(f"{reason} (exit code {result.exit_code}); starting again {start}, {count}, in {pause} s")
-        self._correct_status(result.exit_code, result.message)
-        if not result.reported:
-            self._print(result.message)
-        elif self.shows_no_progress and result.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
-            self._print(result.message or "done")  # rank 0 has printed it on node 0
-        return result.exit_code
+        """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
+        self.install()
+        adopt_orphans()
+        self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
+        try:
+            threading.Thread(target=self._run_torchrun, name="torchrun", daemon=True).start()
+            self._wait()
+            if self.error:
+                raise self.error
+            end = RoundEnd(ExitCode.SUCCESS)
+        except RunEnded as error:
+            end = error.end
+        except BaseException as error:
+            self._close(exit_code_of(error), one_line(error))
+            raise
+        self._close(end.exit_code, end.message)
+        if not end.reported:
+            self._print(end.message)
+        elif self.shows_no_progress and end.exit_code in (ExitCode.SUCCESS, ExitCode.STOPPED):
+            self._print(end.message or "done")  # rank 0 has printed it on node 0
+        return end.exit_code
+
+    def _wait(self) -> None:
+        """Wait until torchrun has ended. Passes on a signal, once to each worker; a second one ends all."""
+        since = time.monotonic()
+        while not self.ended.wait(POLL_INTERVAL_S):
+            if self.second is not None:
+                raise QuitImmediately(self.second)
+            if self.first is not None:
+                self.stop.set()
+                self._pass_on(self.first)
+            pids = [int(text) for text in self._read("pid")]
+            starting_or_alive = self.running and (len(pids) < self.nproc or any(map(is_alive, pids)))
+            if starting_or_alive or not (self.running or self.first):
+                since = time.monotonic()
+            elif time.monotonic() - since > OTHER_NODES_GRACE_S:
+                if len(self._read("done")) < len(pids):
+                    raise PeerLost("the processes here have ended, and those of another node have not")
+                if not self.running and self.first is not None:
+                    raise Stopped(f"stopped by {self.first.name}")
+                return
+
+    def _pass_on(self, number: int) -> None:
+        """Ask the workers to save and exit."""
+        import psutil  # slow, and not needed to check a command line
+
+        handle = {int(text) for text in self._read("pid")}
+        for child in psutil.Process().children():
+            if child.pid not in self.signalled:
+                self.signalled.add(child.pid)
+                # Others would print a traceback for SIGINT.
+                send_signal(child.pid, number if child.pid in handle and number != signal.SIGHUP else signal.SIGTERM)
+
+    def _close(self, exit_code: int, message: str) -> None:
+        """Kill what the workers have left, and wait until it is gone. If that was rank 0, record the end of the run."""
+        self.stop.set()
+        kill_children()
+        pids = self.pids | {int(text) for text in self._read("pid")}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not (self.options.check or self.config.evaluate):  # then status.json belongs to another run
+            for folder in output_dirs(self.config.output_dir):
+                correct_status(folder, pids, exit_code, message)
 
     def _print(self, line: str) -> None:
         print_line(f"node {self.options.node_rank}: {line}" if self.options.max_nodes > 1 else line)
 
-    def _connect_nodes(self, pause: int) -> None:
-        """Wait until all nodes are ready to run the same; before a restart, for `pause` seconds first."""
-        options = self.options
-        # The other nodes of a run that continues, or that this node was a part of, may notice late that it has ended.
-        states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
-        late = pause > 0 or "running" in states
-        grace = max(options.start_grace, self.config.timeout + NOTICE_GRACE_S if late else 0)
-        self.when = "before the restart" if pause else "before training began: nothing to save"
+    # ---- the thread of torchrun's agent -----------------------------------------------------------------------------
+
+    def _run_torchrun(self) -> None:
+        """Set up what torchrun needs, and run it."""
         try:
-            self.on_first()  # a signal that has arrived earlier
-            time.sleep(pause)
-            if options.max_nodes > 1:
-                elastic = options.min_nodes < options.max_nodes and not options.check
-                endpoint = Endpoint(options.master_addr, options.master_port, grace, pause > 0, elastic)
-                self.nodes = join_nodes(self.info, endpoint, self.nodes)
-            elif options.check:
-                self.info.add_network_facts("127.0.0.1")
-                print_table([self.info])
+            for name in filter(FOREIGN.match, list(os.environ)):  # settings of other launchers would apply as well
+                del os.environ[name]
+            level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store out of reach would print a page
+            os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from --nproc-per-node: no need to ask
+            from ddp.launcher.node_rendezvous import NodeRendezvous, gpu_count, gpus, run_torchrun
+
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR" if level == "FATAL" else level  # of the workers: no warnings
+            options, self.nproc = self.options, self.options.nproc_per_node or gpu_count() or 1
+            check_process_count("--nproc-per-node", self.nproc)
+            cores = max(1, available_cores() // self.nproc)  # torchrun's default is 1
+            os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
+            basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
+            basics["--max-restarts"] = options.max_restarts
+            own = describe_node(options.node_rank, basics, self.config)
+            own.facts |= {"GPUs": ", ".join(gpus()) or "none"} if options.check else {}
+            self.rendezvous = NodeRendezvous(own, self)
+            workers = [f"--nproc-per-node={self.nproc}", f"--log-dir={self.folder}"]
+            run_torchrun(self.rendezvous, [*workers, str(PROJECT_DIR / "main.py"), *self.main_options])
+        except BaseException as error:
+            self.error = error
         finally:
-            self.when = ""
+            self.ended.set()
+
+    def grace(self, restart: bool) -> float:
+        """For how many seconds the nodes wait for each other. Those of a run may notice late that it has ended."""
+        states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
+        late = restart or "running" in states  # of a run that this node was a part of
+        return max(self.options.start_grace, self.config.timeout + NOTICE_GRACE_S if late else 0)
+
+    def wait(self, seconds: float, last: RoundEnd | None) -> None:
+        """Wait between two rounds. Raises Stopped if this node is asked to stop, unless the run has ended here."""
+        if last and last.outcome == FINAL:
+            time.sleep(seconds)
+        elif self.stop.wait(seconds) and self.first:
+            when = "before the restart" if last else "before training began: nothing to save"
+            raise Stopped(f"stopped by {self.first.name} {when}")
+
+    def begin_round(self, nodes: list[int], restarts: int) -> None:
+        """torchrun is about to start the workers; the ranks of all nodes that do, and what node 0 counts."""
+        options, self.restarts, self.running, self.killed = self.options, restarts, True, None
+        variables = {
+            CHECK_VARIABLE: options.check,
+            RESTARTS_VARIABLE: options.max_restarts > restarts,
+            ELASTIC_VARIABLE: (options.min_nodes < options.max_nodes) * options.max_nodes * self.nproc,
+            RANK_LOGS_VARIABLE: not (options.check or self.config.evaluate),
+            NOTICED_VARIABLE: self.noticed_at,
+        }
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update({name: str(value) for name, value in variables.items() if value})
         if self.shows_no_progress:
-            here, absent = plural(self.nproc, "process", "es"), options.max_nodes - len(self.nodes)
-            who = f"{numbered('node', self.nodes)} are" if absent else "all nodes are"
+            here, absent = plural(self.nproc, "process", "es"), options.max_nodes - len(nodes)
+            who = f"{numbered('node', nodes)} are" if absent else "all nodes are"
             self._print(f"{who} connected; {here} here; node 0 prints the progress")
 
-    def _run_workers(self, restarts_left: int, noticed_at: float = 0.0) -> RunResult:
-        """Run the workers until all of them are gone. noticed_at: when the end of those before them was noticed."""
-        options = self.options
-        flags = {CHECK_VARIABLE: options.check, RESTARTS_VARIABLE: restarts_left > 0}
-        flags[ELASTIC_VARIABLE] = options.min_nodes < options.max_nodes
-        flags[RANK_LOGS_VARIABLE] = not (options.check or self.config.evaluate)
-        variables = {name: "1" for name, applies in flags.items() if applies}
-        variables |= {NOTICED_VARIABLE: f"{noticed_at:.3f}"} if noticed_at else {}
-        nodes = ["--standalone", "--local-addr=127.0.0.1"]
-        if options.max_nodes > 1:
-            timeout = min(300, max(30, options.start_grace))  # the agents have just connected: no node is missing
-            rank = self.nodes.index(options.node_rank)
-            nodes = [f"--nnodes={len(self.nodes)}", f"--node-rank={rank}", f"--rdzv-conf=timeout={timeout}"]
-            nodes += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
-        # With fewer nodes, more forward passes per step keep the global batch, or come close to it from below.
-        passes = options.max_nodes * self.config.grad_accum_steps // len(self.nodes)
-        more = [] if passes == self.config.grad_accum_steps else [f"--grad-accum-steps={passes}"]
-        words = [*self.main_options, *more]
-        with closing(WorkerGroup(self.nproc, nodes, words, self.config.timeout, variables)) as group:
-            group.watch(self)
-            self.pids = group.pids()
-            return group.result()
+    def end_round(self) -> RoundEnd:
+        """The workers are gone: how they ended. Prints why they start again, and counts restarts."""
+        self.running, self.noticed_at = False, time.time()
+        files = {name: self._read(name) for name in ("pid", "output_dir", "saved", "done", "error.json")}
+        self.pids |= {int(text) for text in files["pid"]}
+        if self.killed and not self.stop.is_set():
+            self._report_killed(*self.killed, files["output_dir"])
+        lost = bool(self.killed or self.rendezvous.num_nodes_waiting())
+        end = round_end(files, self.nproc, self.first is not None, lost)
+        kill_children()  # what the workers have left
+        for folder in self.folder.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.exhausted, self.restarts = self.restarts >= self.options.max_restarts, self.restarts + 1
+        self.count_saved(end.saved_step)
+        self.pause = min(FIRST_RESTART_INTERVAL_S * 2 ** (self.restarts - 1), MAX_RESTART_INTERVAL_S)
+        if end.outcome == LOST and self.options.max_restarts:
+            step, reason = self.furthest_step, "a process was lost" if end.reported else end.message
+            start = "from the last checkpoint, if there is one" if step < 0 else f"from step {step:,}"
+            again = f"starting again {start}, restart {self.restarts} of {self.options.max_restarts}, in {self.pause} s"
+            self._print(f"{reason} (exit code {end.exit_code}); {'no restart is left' if self.exhausted else again}")
+            end.reported = True
+        return end
 
-    def _correct_status(self, exit_code: int, message: str) -> None:
-        """Record the end of a run whose rank 0 was killed: status.json would report it as running."""
-        if not (self.options.check or self.config.evaluate):  # then the file belongs to another run
-            for folder in output_dirs(self.config.output_dir):
-                correct_status(folder, self.pids, exit_code, message)
+    def count_saved(self, step: int) -> None:
+        """A checkpoint of `step` is on disk: if it is new, restarts are counted anew."""
+        if step > self.furthest_step:
+            self.furthest_step, self.restarts, self.exhausted = step, 1, self.options.max_restarts == 0
+
+    def _report_killed(self, exit_code: int, local_rank: int, pid: int, folders: list[str]) -> None:
+        """A worker was killed: print it, and tell the other workers."""
+        rank = [*self.rendezvous.nodes].index(self.options.node_rank) * self.nproc + local_rank
+        how = killed_by(exit_code)
+        log = rank_log_path(folders[0], rank) if folders else None
+        if log and "SIGKILL" not in how and log.exists():
+            how += f"; its last output is in {log}"
+        print_line(f"rank {rank}: process {pid} on {socket.gethostname()} was {how}")
+        if len(self.rendezvous.nodes) > 1:
+            self.rendezvous.tell_workers(rank)
+
+    def _read(self, name: str) -> list[str]:
+        """The content of that file, of each worker of this round that has it."""
+        found = []
+        with suppress(OSError):  # after a round they are deleted
+            for file in self.folder.glob(f"*/*/*/{name}"):
+                found.append(file.read_text())
+        return found
