@@ -298,7 +298,7 @@ def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], proj
 @fault(27, 42)
 def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path) -> None:
     first = node(two[0], 0, project, "end(6)")
-    knock = "import socket, sys, time\nfor i in range(50):\n try: s = socket.create_connection(('10.77.0.1', 29500))\n"
+    knock = "import socket, sys, time\nfor i in range(600):\n try: s = socket.create_connection(('10.77.0.1', 29500))\n"
     knock += " except OSError: time.sleep(0.1); continue\n break\n"
     # Who sends too much is sent away.
     knock += "try: s.sendall(eval(sys.argv[1]))\nexcept ConnectionError: pass\nprint('sent'); time.sleep(60)"
@@ -318,14 +318,15 @@ def test_strangers_at_the_port_do_not_disturb(two: list[Machine], project: Path)
 @fault(27)
 def test_a_node_that_dies_while_it_waits_may_come_again(project: Path) -> None:
     with machines(3) as three:
-        first = node(three[0], 0, project, "end(6)", NNODES="3")
+        several = {"NNODES": "3", "START_GRACE": "150"}  # launchers start one after the other here
+        first = node(three[0], 0, project, "end(6)", **several)
         for number in (signal.SIGKILL, signal.SIGTERM):
-            killed = node(three[1], 1, project, NNODES="3")
+            killed = node(three[1], 1, project, **several)
             three[1].until_port(29500, CONNECTED)
             time.sleep(0.5)  # it has registered
             killed.signal(number)
             assert killed.wait() in (75, -9)
-        rest = [node(three[rank], rank, project, "end(6)", NNODES="3") for rank in (1, 2)]
+        rest = [node(three[rank], rank, project, "end(6)", **several) for rank in (1, 2)]
         assert [program.wait() for program in (first, *rest)] == [6, 6, 6], first.output()
 
 
