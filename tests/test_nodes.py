@@ -273,24 +273,37 @@ def test_other_code_is_refused_and_the_files_are_named(two: list[Machine], proje
     refused_alike(nodes, "gpu1", "gpu2", "the file model.py differs; the file ddp/more.py differs.")
 
 
+def late_node(machine: Machine, rank: int, project: Path, **environ: str) -> Program:
+    """A node that has started, and waits for SIGCONT before it connects: its imports take time on a busy machine."""
+    late = node(machine, rank, project, **environ)
+    late.until("waiting")
+    late.signal(signal.SIGSTOP)
+    return late
+
+
 @fault(27)
 def test_one_node_rank_on_two_machines_is_refused_on_all_even_on_one_that_comes_later(project: Path) -> None:
+    several = {"NNODES": "3", "START_GRACE": "90"}
     with machines(3) as three:
-        nodes = [node(machine, rank, project, NNODES="3") for machine, rank in zip(three, (0, 1, 1), strict=True)]
-        time.sleep(1.5)  # it waits some seconds for the third
-        nodes.append(node(three[0], 2, project, NNODES="3"))
-        line = refused_alike(nodes, "the same --node-rank: give each machine its own, from 0 to 2")
+        late = late_node(three[0], 2, project, **several)
+        nodes = [node(machine, rank, project, **several) for machine, rank in zip(three, (0, 1, 1), strict=True)]
+        for machine in three[1:]:
+            machine.until_port(29500, CONNECTED)
+        late.signal(signal.SIGCONT)
+        line = refused_alike([*nodes, late], "the same --node-rank: give each machine its own, from 0 to 2")
         assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
 
 
 @fault(27)
 def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
+    late = late_node(two[1], 1, project, START_GRACE="90")
     first = node(two[0], 0, project)
     two[0].until_port(29500)
     second = node(two[1], 0, project)
     two[1].until_port(29500, CONNECTED)
     time.sleep(0.5)  # it has sent its rank
-    nodes = [first, second, node(two[1], 1, project)]
+    late.signal(signal.SIGCONT)
+    nodes = [first, second, late]
     refused_alike(nodes, "node 0 (gpu1, 10.77.0.1)", "node 0 (gpu2, 10.77.0.2)", "the same --node-rank")
 
 
