@@ -116,7 +116,7 @@ def files_of_torchvision(n: int) -> Any:
 
 def files_here(n: int) -> Any:
     """This project's, in the process that lists them."""
-    from ddp.data.file_list import list_files
+    from file_list import list_files
     from image_files import find_classes, find_images
 
     folder = folder_of(n)

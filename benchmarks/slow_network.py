@@ -1,11 +1,11 @@
-"""The cost of a slow network, and what --comm-hook and --grad-accum-steps save.
+"""The cost of a slow network, and what compressed gradients and --grad-accum-steps save.
 
     sudo .venv/bin/python benchmarks/slow_network.py           from the repository; about 6 minutes
 
 Two network namespaces are the machines. Each sends at most 100 Mbit/s, and runs one process with one thread. Each run
 is measured twice: first without that limit, then with it. The kinds of runs take turns, --repetitions times; one kind
-is a single machine. They use a copy of the project in which PowerSGD compresses from step 3 on: in its first hundred
-steps it costs as much as no hook. Prints a table in Markdown.
+is a single machine. PowerSGD compresses from step 3 on: in its first hundred steps it would cost as much as no hook.
+Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -33,9 +33,23 @@ from template_copy import copy_template  # noqa: E402
 
 from machines import Machine, machines  # noqa: E402
 
-HOOKS, ACCUMULATE = ("none", "fp16", "bf16", "powersgd"), (1, 4)
+HOOKS, ACCUMULATE = ("none", "fp16", "bf16", "PowerSGD"), (1, 4)
 WARM_UP = 5  # steps
-POWERSGD_START_STEP = 3
+# What main.py does after wrap_model: as in docs/recipes.md.
+HOOKED = """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as power
+
+        def one_by_one(state, bucket):
+            future = power.powerSGD_hook(state, bucket)
+            future.wait()
+            return future
+
+        hook = __import__("os").environ["HOOK"]
+        if hook == "PowerSGD":
+            ddp_model.register_comm_hook(power.PowerSGDState(None, start_powerSGD_iter=3), one_by_one)
+        elif hook != "none":
+            ddp_model.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+"""
 STEP_TIMEOUT_S = 120.0  # for the first step, and for each one after it
 
 
@@ -54,11 +68,13 @@ class Kind:
 class Training:
     """A run on one or two machines, which trains until it is killed."""
 
-    def __init__(self, machines: list[Machine], project: Path, folder: Path, options: Sequence[object]) -> None:
+    def __init__(
+        self, machines: list[Machine], project: Path, folder: Path, options: Sequence[object], hook: str
+    ) -> None:
         self.machines, self.metrics = machines, folder / "metrics.jsonl"
         options = ["--dataset", "synthetic", "--device", "cpu", "--log-every", 1, "--output-dir", folder, *options]
         variables = {"NNODES": str(len(machines)), "MASTER_ADDR": machines[0].address, "NPROC_PER_NODE": "1"}
-        variables |= {"PYTHON": sys.executable, "MAX_RESTARTS": "0", "TMPDIR": str(folder)}
+        variables |= {"PYTHON": sys.executable, "MAX_RESTARTS": "0", "TMPDIR": str(folder), "HOOK": hook}
         variables |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = ["bash", project / "launch_node.sh", "--", *options]
         self.nodes = [one.start(*command, NODE_RANK=str(rank), **variables) for rank, one in enumerate(machines)]
@@ -107,22 +123,23 @@ class Training:
 
 
 def copy_project(folder: Path) -> Path:
-    """A copy of the project in which PowerSGD starts to compress early."""
+    """A copy of the project that compresses gradients as HOOK says."""
     project = copy_template(folder / "project")
-    wrapping = project / "ddp" / "training" / "wrapping.py"
-    line = f"POWERSGD_START_STEP = {POWERSGD_START_STEP}"
-    text, changed = re.subn(r"^POWERSGD_START_STEP = \d+", line, wrapping.read_text(), flags=re.M)
-    assert changed == 1, f"{wrapping} has no POWERSGD_START_STEP"
-    wrapping.write_text(text)
+    main = project / "main.py"
+    text, changed = re.subn(
+        r"^ +ddp_model = wrap_model.*\n", lambda found: found[0] + HOOKED, main.read_text(), flags=re.M
+    )
+    assert changed == 1, f"{main} does not call wrap_model"
+    main.write_text(text)
     return project
 
 
 def measure(kind: Kind, project: Path, arguments: argparse.Namespace) -> str:
     """Add a repetition. Returns the first line that the run prints: the model and its size."""
     options = ["--model", arguments.model, "--image-size", arguments.image_size, "--batch-size", arguments.batch_size]
-    options += ["--comm-hook", kind.hook, "--grad-accum-steps", kind.accumulate]
+    options += ["--grad-accum-steps", kind.accumulate]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, machines(2) as two:
-        run = Training(two[: kind.machines], project, Path(folder), options)
+        run = Training(two[: kind.machines], project, Path(folder), options, kind.hook)
         try:
             run.until(WARM_UP)
             free_ms, _ = run.measure(arguments.steps, 2)
@@ -141,7 +158,7 @@ def table(kinds: list[Kind], arguments: argparse.Namespace) -> str:
     """The results in Markdown; each is the median over the repetitions."""
     limit = f"{arguments.mbit} Mbit/s"
     lines = [
-        f"| `--comm-hook` | `--grad-accum-steps` | MB sent per step | steps/s | samples/s at {limit} | without limit |",
+        f"| hook | `--grad-accum-steps` | MB sent per step | steps/s | samples/s at {limit} | without limit |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for kind in kinds:

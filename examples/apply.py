@@ -11,7 +11,7 @@ NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/data.py"))
 def apply(name: str, project: Path) -> None:
     """Replace data.py, config.py and, for most, model.py, for a few main.py; add the README as EXAMPLE.md.
 
-    Delete the test of the ToyModel if that is replaced; images.py, image_files.py and predict.py without images.
+    Delete the test of the ToyModel if that is replaced; and, without images, the four files that are about them.
     """
     for file in (EXAMPLES / name).glob("*.py"):
         shutil.copyfile(file, project / file.name)
@@ -19,7 +19,7 @@ def apply(name: str, project: Path) -> None:
     if (EXAMPLES / name / "model.py").exists():
         (project / "tests/test_toy_model.py").unlink(missing_ok=True)
     if "from image" not in (project / "data.py").read_text(encoding="utf-8"):
-        for file in ("images.py", "image_files.py", "predict.py"):
+        for file in ("images.py", "image_files.py", "file_list.py", "predict.py"):
             (project / file).unlink(missing_ok=True)
 
 

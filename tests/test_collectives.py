@@ -26,7 +26,7 @@ from template_copy import small_template
 from config import Config
 from ddp.core.errors import numbered
 from ddp.core.files import PROJECT_DIR
-from ddp.core.stacks import call_site, format_stack, is_owner_file, main_stack, waits_for_work
+from ddp.core.stacks import call_site, dump_stacks, is_owner_file, main_stack
 from ddp.distributed import rank_reports, stop_sync
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import (
@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> 
     found = re.match(f"{expected}rank 1 is at {re.escape(site)}; see the stacks of rank 1; ", verdict)
     assert found and int(found[1]) >= 3, verdict  # it is measured to a second, and longer on a busy machine
     assert verdict.startswith(again) and "start all ranks again" not in verdict
-    assert f"> {main.path}:{site.partition(':')[2].partition(',')[0]} in " in outputs[1], "its stack"
+    assert f'File "{main.path}", line {site.partition(":")[2].partition(",")[0]} in ' in outputs[1], "its stack"
 
 
 @pytest.mark.parametrize("slow", [1, ALL(0)])
@@ -402,12 +402,7 @@ def test_the_line_of_the_owner() -> None:
         == "models/net.py:4 (take), called from main.py:7"
     )
     assert call_site([Frame(elsewhere, 4, "loss")]) == "losses.py:4" and call_site(inner) == "" == call_site([])
-    here = format_stack(main_stack()).splitlines()
-    assert any(line.startswith("> ") and "test_the_line_of_the_owner" in line for line in here)
-    assert any("here = format_stack(main_stack(" in line for line in here)
-    assert format_stack([Frame(package, 3, "take"), *base[:1]]) == f"  {package}:3 in take", "nothing from before main"
-    outer = [Frame(package, 3, "init_distributed"), *base]
-    assert format_stack([Frame(elsewhere, 7, "loss"), *outer]) == f"> {elsewhere}:7 in loss", "ends with an own line"
+    assert call_site(main_stack()).startswith("test_collectives.py:")
     assert [numbered("rank", list(range(count))) for count in (1, 2, 4, 9)] == [
         "rank 0",
         "ranks 0 and 1",
@@ -416,12 +411,25 @@ def test_the_line_of_the_owner() -> None:
     ]
 
 
-def test_stacks_leave_out_threads_that_wait_for_work() -> None:
-    """But not one that saves, or that the owner started."""
-    wait, save = Frame(threading.__file__, 5, "wait"), Frame(str(PROJECT_DIR / "ddp/core/files.py"), 9, "write")
-    main, pin = Frame(str(PROJECT_DIR / "main.py"), 7, "upload"), Frame(torch.__file__, 3, "do_one_step")
-    stacks = [[wait], [Frame(save.filename, 1, "_watch"), wait], [wait, main], [save, wait], [pin, wait], []]
-    assert [waits_for_work(stack) for stack in stacks] == [True, True, False, False, False, False]
+def test_the_stacks_of_all_threads_and_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    waiting, done = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        waiting.set()
+        done.wait()
+
+    thread = threading.Thread(target=wait_here)
+    thread.start()
+    waiting.wait()
+    try:
+        raise ValueError
+    except ValueError as error:
+        dump_stacks(3, error)
+    done.set()
+    thread.join()
+    said = capsys.readouterr().err
+    assert said.startswith("[rank 3] the stacks of rank 3:\n") and "in wait_here" in said
+    assert said.count("in test_the_stacks_of_all_threads_and_of_an_error") == 2, "where it was raised, and now"
 
 
 def test_a_gather_may_have_other_tensors_on_another_rank() -> None:

@@ -54,11 +54,11 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.file_list import FileList, list_files
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault
+from file_list import FileList, list_files
 from image_files import ImageFiles, decode_once, find_images
 from images import ImagesInMemory
 from processes import on_ranks, train

@@ -55,7 +55,9 @@ def render(name: str, folder: Path) -> Path:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0 and (project / "EXAMPLE.md").exists(), done.stderr
     of_images = name not in ("linear_regression", "language_model")
-    assert {(project / f"{name}.py").exists() for name in ("images", "image_files", "predict")} == {of_images}
+    assert {(project / f"{name}.py").exists() for name in ("images", "image_files", "file_list", "predict")} == {
+        of_images
+    }
     return project
 
 

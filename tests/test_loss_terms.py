@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from outputs import lines, newest
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import main
 import model
@@ -177,9 +178,16 @@ def many_terms(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_compressed_gradients_do_not_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "loss_terms", many_terms)
     exact = trained(tmp_path / "exact", "--max-steps", 20, divisions={"2 x 4": (2, 4, 1)})
-    compressed = trained(
-        tmp_path / "fp16", "--max-steps", 20, "--comm-hook=fp16", divisions={"2 x 4": (2, 4, 1), "2 x 2 x 2": (2, 2, 2)}
-    )
+    wrap_model = main.wrap_model
+
+    def wrap_and_compress(*arguments: Any) -> Any:
+        ddp_model = wrap_model(*arguments)
+        ddp_model.register_comm_hook(None, fp16_compress_hook)
+        return ddp_model
+
+    monkeypatch.setattr(main, "wrap_model", wrap_and_compress)
+    divisions = {"2 x 4": (2, 4, 1), "2 x 2 x 2": (2, 2, 2)}
+    compressed = trained(tmp_path / "fp16", "--max-steps", 20, divisions=divisions)
     weights, losses = distances({**exact, **{f"{name} fp16": run for name, run in compressed.items()}})
     assert weights < 0.01 and losses < 0.001
 

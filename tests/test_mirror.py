@@ -24,8 +24,8 @@ from outputs import checkpoints, free_port, lines, status
 from test_storage import mount, mounted
 
 import ddp.checkpoint.mirror as mirror
+from compare import differences
 from config import Config
-from ddp.checkpoint.compare import differences
 from ddp.checkpoint.storage import verify
 from faults import fault
 from processes import start, train

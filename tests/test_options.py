@@ -177,7 +177,6 @@ VALUES: dict[str, str | None] = {
         compile=None,
         channels_last=None,
         sync_bn=None,
-        comm_hook="powersgd",
         **dict(shard=None, checkpoint_activations=None, profile=None),
     ),
     **dict(output_dir="other_runs/a_b", resume="never", checkpoint_every="5", keep_checkpoints="2", log_every="1"),
@@ -289,7 +288,6 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--matmul-precision tf32", ["--matmul-precision", "'tf32'", "highest", "high", "medium"]),
     ("--compile=inductor", ["--compile", "'inductor'"]),
     ("--sync-bn --device cpu", ["--sync-bn", "--device cpu"]),
-    ("--comm-hook int8", ["--comm-hook", "'int8'", "none", "fp16", "bf16", "powersgd"]),
     ("--output-dir=", ["--output-dir", "path"]),
     ("--resume .", ["--resume", "'.'", "auto", "never", "path"]),
     ("--checkpoint-every 0", ["--checkpoint-every", "'0'", "must be an integer >= 1"]),
@@ -427,7 +425,7 @@ def test_an_option_defines_the_run_unless_it_says_otherwise() -> None:
     assert OPTIONS.keys() - may_change == {
         *("dataset", "image_size", "model", "lr", "momentum", "weight_decay"),
         *("lr_schedule", "warmup_epochs", "scale_lr", "clip_grad", "ema"),
-        *("precision", "matmul_precision", "sync_bn", "comm_hook", "init_from", "seed"),
+        *("precision", "matmul_precision", "sync_bn", "init_from", "seed"),
     }
 
 
@@ -477,7 +475,7 @@ def test_help_has_the_options_in_their_sections(help_text: str) -> None:
     assert list(dict.fromkeys(found.values())) == SECTIONS
     assert list(found) == [item.name for item in IN_HELP]
     assert list(found)[:4] == ["dataset", "data_dir", "val_fraction", "cache"]
-    assert (found["data_dir"], found["clip_grad"], found["comm_hook"]) == ("data", "training", "speed")
+    assert (found["data_dir"], found["clip_grad"], found["compile"]) == ("data", "training", "speed")
     assert (found["resume"], found["timeout"]) == ("run", "distributed")
 
 
@@ -1056,43 +1054,6 @@ def test_with_checkpoint_activations_a_block_is_computed_again_in_the_backward_p
         return [before, len(found)]
 
     assert on_ranks(1, calls, "--device", "cpu") == [[2, 6]]
-
-
-@pytest.mark.slow
-@shows("comm_hook")
-@pytest.mark.parametrize("hook", ["fp16", "bf16"])
-def test_gradients_are_rounded_on_the_network(tmp_path: Path, small: None, hook: str) -> None:
-    plain = run(tmp_path / "plain", *ONE_STEP, "--batch-size", 8, world_size=2).weights()
-    rounded = run(tmp_path / "rounded", *ONE_STEP, "--batch-size", 8, "--comm-hook", hook, world_size=2).weights()
-    length = (plain - first_weights()).norm()
-    assert 0 < (rounded - plain).norm() < 0.01 * length
-
-
-@pytest.mark.slow
-@shows("comm_hook")
-def test_powersgd_compresses_from_its_start_step_on(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wrapping, "POWERSGD_START_STEP", 2)
-    weights = {}
-    for hook in ("none", "powersgd"):
-        for steps in (2, 3):
-            options = (*PLAIN, "--batch-size", 8, "--max-steps", steps, "--comm-hook", hook)
-            weights[hook, steps] = run(tmp_path / f"{hook}{steps}", *options, world_size=2).weights()
-    assert torch.equal(weights["powersgd", 2], weights["none", 2])
-    difference = (weights["powersgd", 3] - weights["none", 3]).norm()
-    assert 0 < difference < (weights["none", 3] - weights["none", 2]).norm()
-
-
-@pytest.mark.slow
-@shows("comm_hook")
-def test_powersgd_works_with_a_model_of_several_buckets(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DDP has two for a model of over 1 MB. PowerSGD communicates three times for each, partly from gloo's threads."""
-    monkeypatch.setattr(wrapping, "POWERSGD_START_STEP", 2)
-    options = (*PLAIN, "--model", "mobilenet_v3_small", "--batch-size", 4, "--max-steps", 40, "--comm-hook", "powersgd")
-    run(tmp_path, *options, world_size=2)
 
 
 @shows("profile")

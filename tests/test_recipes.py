@@ -274,6 +274,26 @@ def the_mean_over_all_tokens(tmp_path: Path) -> None:
 
 
 @recipe
+def compressed_gradients(tmp_path: Path) -> None:
+    """bf16 rounds the gradients. PowerSGD sends the first ones whole; it works with a model of several buckets."""
+    bf16, powersgd = edits("Compressed gradients")
+    early = ("main.py", "-iter=100)\n+iter=2)\n")
+    plain, rounded, projected = (
+        project_with(tmp_path / name, *changes) for name, *changes in (["a"], ["b", bf16], ["c", powersgd, early])
+    )
+    for project in (plain, rounded, projected):
+        run(project, 2, "--lr", 0.1, "--max-steps", 2, "--output-dir", "runs/2")
+        run(project, 2, "--lr", 0.1, "--max-steps", 3, "--output-dir", "runs/3")
+    step = distance(plain, "2", "3")
+    for name in "23":
+        shutil.copytree(rounded / "runs" / name, plain / "runs" / f"rounded{name}")
+        shutil.copytree(projected / "runs" / name, plain / "runs" / f"projected{name}")
+    assert 0 < distance(plain, "2", "rounded2") < 0.1 * step
+    assert distance(plain, "2", "projected2") == 0 < distance(plain, "3", "projected3") < step
+    run(projected, 2, "--model", "mobilenet_v3_small", "--batch-size", 4, "--max-steps", 40, "--output-dir", "runs/m")
+
+
+@recipe
 def sam(tmp_path: Path) -> None:
     """A step of two processes is that of the formula; and a run resumes, with BatchNorm and dropout."""
     project = project_with(tmp_path, *edits("SAM"))

@@ -22,8 +22,8 @@ import data
 import images
 import main
 import model
+from compare import metrics_lines
 from config import Config
-from ddp.checkpoint.compare import metrics_lines
 from ddp.data.dataset import Datasets
 from faults import fault
 from processes import fork

@@ -214,6 +214,12 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
 
     assert differences() == []
     assert differences("--clip-grad=2") == ["--clip-grad was None, is 2.0"]
+    then["comm_hook"] = "none"  # an option of an earlier version, at its default
+    assert differences() == []
+    then["comm_hook"] = "bf16"
+    (refused,) = differences()
+    assert refused == "--comm-hook (now 'Compressed gradients' in docs/recipes.md) was bf16, is none"
+    assert differences("--evaluate") == []
 
 
 def test_classes_in_another_order_are_other_classes() -> None:

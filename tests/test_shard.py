@@ -348,10 +348,6 @@ def test_weights_that_cannot_be_split_are_refused_before_any_rank_waits(case: st
     ("words", "message"),
     [
         (["--ema", "0.9"], "--ema with --shard: torch cannot copy a sharded model; remove one of them"),
-        (
-            ["--comm-hook", "fp16"],
-            "--comm-hook with --shard: FSDP2 sends gradients itself; remove one of them",
-        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> None:

@@ -145,8 +145,8 @@ def test_no_torch_is_loaded_before_the_options_are_checked() -> None:
 
 
 def test_only_data_and_predict_import_images() -> None:
-    """An owner whose data are not images deletes images.py, image_files.py and predict.py, and replaces data.py."""
-    files, deleted = [*SOURCES, *(TEMPLATE / "tests").glob("*.py")], {"images", "image_files", "predict"}
+    """An owner whose data are not images deletes them, file_list.py and predict.py, and replaces data.py."""
+    files, deleted = [*SOURCES, *(TEMPLATE / "tests").glob("*.py")], {"images", "image_files", "file_list", "predict"}
     found = {file.name for file in files if deleted & set(imports_of(file))}
     assert found == {"data.py", "predict.py", "image_files.py"}
 

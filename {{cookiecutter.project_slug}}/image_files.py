@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ddp.core.errors import SetupError
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
-from ddp.data.file_list import FileList, digest_contents, list_files
+from file_list import FileList, digest_contents, list_files
 from images import ImageDataset, ImagesInMemory, ImageTransforms
 
 log = logging.getLogger("ddp")  # rank 0 prints it

@@ -1,6 +1,6 @@
 """Images: what happens to a batch of them on the device; and datasets in memory. image_files.py reads them.
 
-If your data are not images, delete this file, image_files.py and predict.py, and write data.py anew: docs/data.md.
+If your data are not images, delete this file, image_files.py, file_list.py and predict.py; docs/data.md: a new data.py.
 
 An image is uint8 [c, h, w] until it is prepared. A batch is targets [b], sample numbers [b] and images [b, c, h, w].
 The datasets augment and normalise whole batches on the device, many times faster than one image at a time.

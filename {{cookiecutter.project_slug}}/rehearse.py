@@ -29,8 +29,8 @@ from torch.utils.data import Subset
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
+from compare import differences, metrics_lines, newest
 from config import Config
-from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.core.errors import ExitCode, UserError, plural
 from ddp.core.options import OptionParser, number
 from ddp.data.dataset import BatchDataset
@@ -291,7 +291,7 @@ class Rehearsal:
             yield name, found, DIVIDE
 
     def divided(self, name: str, dtype: str, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
-        changes |= {"precision": "fp32", "matmul_precision": "highest", "comm_hook": "none", "compile": False}
+        changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False}
         changes = {"grad_accum_steps": 1, "guard": None, "checkpoint_every": None} | changes
         return self.run(name, partial(one_update, dtype, plain), nproc, **changes)
 

@@ -5,8 +5,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from compare import differences, metrics_lines, newest
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.compare import differences, metrics_lines, newest
 from ddp.checkpoint.state import digest
 
 __all__ = ["assert_same_run", "checkpoints", "free_port", "lines", "newest", "status", "weights_and_momentum"]

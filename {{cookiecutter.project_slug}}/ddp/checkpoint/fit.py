@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ddp.core.errors import differences
-from ddp.core.options import flag_of
+from ddp.core.options import REMOVED, flag_of
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 
 
@@ -50,6 +50,8 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
     def outline(facts: Mapping[str, Any]) -> dict[str, Any]:
         values = {**vars(type(config)()), **facts["config"]}  # the default of one that a checkpoint does not know
         lines = {flag_of(name): values[name] for name in options}
+        for name, (default, instead) in REMOVED.items() if not config.evaluate else ():
+            lines[f"{flag_of(name)} ({instead})"] = values.get(name, default)
         if not config.evaluate:
             lines["--strict-resume: the number of processes"] = config.strict_resume and facts["world_size"]
         for name in facts["parts"]:

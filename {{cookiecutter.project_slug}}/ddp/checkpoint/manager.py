@@ -274,8 +274,6 @@ class CheckpointManager:
             effect = "evaluation uses the new code" if config.evaluate else effect
             files = first_few(sorted(name.removeprefix("the file ") for name in edited))
             log.warning(f"warning: edited since {path.name} was written: {files}. This {effect}")
-        if config.comm_hook == "powersgd":
-            log.warning("warning: checkpoints do not hold PowerSGD's memory: the run does not resume bit for bit")
         if not self.directory.has_best_of(content):  # of another run, from whose checkpoint this one starts
             content.update(best=None, best_step=0, best_metrics={})
         if path.parent != self.directory.path:

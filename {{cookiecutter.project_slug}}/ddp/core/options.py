@@ -18,6 +18,8 @@ from ddp.core.errors import UsageError
 HUGE = 10**12  # no option can be larger
 HELP_SECTIONS = ("data", "training", "speed", "run", "distributed")  # in the order of --help
 METAVARS = {int: "N", float: "X", str: "NAME"}  # what --help prints in place of a value
+# Options of earlier versions: the default, and what is in their place.
+REMOVED = {"comm_hook": ("none", "now 'Compressed gradients' in docs/recipes.md")}
 OF_ONE_PROCESS = ("rank", "world_size", "local_rank", "init_method")  # in config.json, but not those of the next run
 
 
@@ -92,6 +94,8 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^(--[\w-]+)/--[\w-]+", r"\1", message.removeprefix("argument "))  # without the alias
         if unknown := re.match("unrecognized arguments: ([^ =]+)", message):
+            if (name := unknown[1][2:].replace("-", "_")) in REMOVED:
+                raise UsageError(f"{unknown[1]} is {REMOVED[name][1]}")
             known = getattr(self, "_option_string_actions", ())  # a private name
             near = get_close_matches(unknown[1], known, n=1, cutoff=0.75)
             message += "".join(f" (did you mean {name}?)" for name in near) + self.unknown_hint
@@ -139,7 +143,9 @@ def file_arguments(path: str) -> list[str]:
     if not isinstance(options, dict):
         raise UsageError("needs names and values of options")
     if isinstance(of_run := options.get("options"), dict):  # config.json of a run
-        options = {name: value for name, value in of_run.items() if name not in OF_ONE_PROCESS}
+        unset = {name: default for name, (default, _) in REMOVED.items()}
+        left_out = {*OF_ONE_PROCESS, *(name for name in unset if of_run.get(name) == unset[name])}
+        options = {name: value for name, value in of_run.items() if name not in left_out}
     words = []
     for name, value in options.items():
         if name == "config":

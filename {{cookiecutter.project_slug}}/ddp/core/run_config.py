@@ -60,7 +60,6 @@ class RunConfig:
     )
     compile: bool = _speed(False, "compile the model (torch.compile)", may_change=True)
     sync_bn: bool = _speed(False, "BatchNorm over the batches of all processes (GPU only)")
-    comm_hook: str = _speed("none", "compress gradients on the network", choices=("none", "fp16", "bf16", "powersgd"))
     shard: bool = _speed(False, "split weights, gradients, optimizer state over the processes", may_change=True)
     checkpoint_activations: bool = _speed(False, "compute blocks again in the backward pass", may_change=True)
     profile: bool = _speed(False, "write a trace of steps 10 to 15 to OUTPUT_DIR/profile", may_change=True)
@@ -158,8 +157,6 @@ class RunConfig:
             raise UsageError("--guard needs --deterministic: otherwise two computations may differ without a fault")
         if self.shard and self.guard:
             raise UsageError("--guard with --shard: no rank has another one's weights or gradients; remove one of them")
-        if self.shard and self.comm_hook != "none":
-            raise UsageError("--comm-hook with --shard: FSDP2 sends gradients itself; remove one of them")
         if self.sync_bn and self.device == "cpu":
             raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for --device cpu")
 

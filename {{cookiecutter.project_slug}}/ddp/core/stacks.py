@@ -1,8 +1,9 @@
-"""Stacks of threads, and the line of the owner's files at which a call was made: messages name the line to change.
+"""The line of the owner's files at which a call was made: messages name the line to change. And stacks of threads.
 
 A stack is a list of traceback.FrameSummary, with the innermost call first.
 """
 
+import faulthandler
 import os
 import sys
 import sysconfig
@@ -10,7 +11,8 @@ import threading
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, walk_stack
+from tempfile import TemporaryFile
+from traceback import FrameSummary, StackSummary, format_tb, walk_stack
 from types import FrameType
 
 from ddp.core.errors import print_line
@@ -22,15 +24,11 @@ ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"
 WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions between a call and what it calls, as are private ones
 
 
-def stacks() -> dict[int, list[FrameSummary]]:
-    """The stack of each thread of this process."""
-    frames: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()  # not every Python has it
-    return {thread: StackSummary.extract(walk_stack(top), lookup_lines=False) for thread, top in frames.items()}
-
-
 def main_stack() -> list[FrameSummary]:
     """The stack of the main thread."""
-    return stacks().get(threading.main_thread().ident or 0, [])
+    frames: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()  # not every Python has it
+    top = frames.get(threading.main_thread().ident or 0)
+    return StackSummary.extract(walk_stack(top), lookup_lines=False) if top else []
 
 
 def is_owner_file(file: str) -> bool:
@@ -56,36 +54,13 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     return f"{_place(owned[0])}{inner}{caller}"
 
 
-def dump_stacks(rank: int, main: list[FrameSummary] | None = None) -> None:
-    """Print the stacks of this process on stderr, without idle threads. `main`: the main thread's, before it failed."""
-    lines = [f"the stacks of rank {rank} (innermost call first; > marks your files):"]
-    lines += ["main thread:", format_stack(main or main_stack())]
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for thread, stack in stacks().items():
-        if thread not in (threading.main_thread().ident, threading.get_ident()) and not waits_for_work(stack):
-            lines += [f"thread {names.get(thread, thread)}:", format_stack(stack)]
-    print_line("\n".join(lines), rank)
-
-
-def format_stack(stack: Iterable[FrameSummary]) -> str:
-    """Lines for a stack; `>` marks those of the owner's files, which show their code.
-
-    It ends with the outermost of those, if there is one, and before ddp calls main.
-    """
-    frames = [(frame, is_owner_file(frame.filename)) for frame in _since_main(stack)]
-    last = max((number for number, (_, owned) in enumerate(frames, start=1) if owned), default=len(frames))
-    lines = []
-    for frame, owned in frames[:last]:
-        lines.append(f"{'>' if owned else ' '} {frame.filename}:{frame.lineno} in {frame.name}")
-        if owned and frame.line:
-            lines.append(f">     {frame.line}")
-    return "\n".join(lines)
-
-
-def waits_for_work(stack: list[FrameSummary]) -> bool:
-    """Whether this is the stack of a thread that has nothing to do, as the threads of ddp and TensorBoard usually."""
-    idle = bool(stack) and (stack[0].filename == threading.__file__ or stack[0].name == "_watch")
-    return idle and not any(is_owner_file(frame.filename) for frame in stack)
+def dump_stacks(rank: int, error: BaseException | None = None) -> None:
+    """Print the stacks of all threads of this process on stderr. `error`: what the main thread has raised before."""
+    with TemporaryFile("w+") as file:  # stderr may have no file descriptor of its own
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        lines = [f"the stacks of rank {rank}:", *format_tb(error.__traceback__ if error else None), file.read()]
+    print_line("\n".join(map(str.rstrip, lines)), rank)
 
 
 def _since_main(stack: Iterable[FrameSummary]) -> Iterable[FrameSummary]:

@@ -157,7 +157,7 @@ class FailureMonitor:
         waited_s = time.monotonic() - self.counted_at if collective_count() == self.count else 0.0
         stack = extract_tb(error.__traceback__)[::-1] or main_stack()
         if self._timed_out(waited_s):
-            dump_stacks(self.rank, stack)
+            dump_stacks(self.rank, error)
         self.reports.error = Report(call_site(stack), max(0.001, waited_s), rank_reports.recorded_collectives())
         self._enter(State.BROKEN)
         if self.thread.is_alive():  # otherwise it is the store that failed

@@ -1,4 +1,4 @@
-"""Turn a model into one that trains on many processes: DDP, precision, accumulation, compression, EMA."""
+"""Turn a model into one that trains on many processes: DDP, precision, accumulation, EMA."""
 
 import copy
 import logging
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -27,7 +26,6 @@ from ddp.training.loss_mean import LossMean as LossMean
 from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
 log = logging.getLogger(__name__)
-POWERSGD_START_STEP = 100  # compressing the first, large gradients would cost accuracy
 
 
 def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
@@ -39,8 +37,6 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
     if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
-    if config.comm_hook == "powersgd" and not gpu and torch.cuda.is_available():  # torch's hook would wait for a GPU
-        raise UsageError("--comm-hook powersgd with --device cpu: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
     if config.shard and gpu and config.backend == "gloo":  # torch's all-gather of a DTensor: a segmentation fault
@@ -110,19 +106,13 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
         dist.set_debug_level(dist.DebugLevel.OFF)
         group = dist.new_group()
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    ddp_model = DistributedDataParallel(
+    return DistributedDataParallel(
         model,
         process_group=group,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False),
     )
-    if config.comm_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWERSGD_START_STEP)
-        ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook if ctx.backend == "nccl" else _one_by_one)
-    elif config.comm_hook != "none":
-        ddp_model.register_comm_hook(None, getattr(default_hooks, f"{config.comm_hook}_compress_hook"))
-    return ddp_model
 
 
 def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx: DistContext) -> None:
@@ -219,14 +209,6 @@ def _refuse_unfrozen_weights(ddp_model: Any, model: torch.nn.Module) -> None:
 
     if weights:
         ddp_model.register_forward_pre_hook(check)
-
-
-def _one_by_one(state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD, one bucket after the other: gloo matches messages by their order."""
-    # Each bucket sends three, partly from gloo's threads: the order of several buckets would differ between ranks.
-    future = powerSGD_hook.powerSGD_hook(state, bucket)
-    future.wait()
-    return future
 
 
 class ModelEma:
