@@ -17,9 +17,10 @@ from config import Config
 from ddp.core.errors import UsageError
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.entrypoint import preflight
 from ddp.entrypoint.run_main import run_as_rank
-from ddp.launcher.node_record import NodeRecord, table
+from ddp.parts.preflight import check as preflight
+from ddp.parts.preflight import data_status
+from ddp.parts.preflight.nodes import NodeFacts, table
 from faults import fault
 from machines import Machine, Program, machines
 from processes import Ranks
@@ -36,15 +37,15 @@ def check(machine: Machine, rank: int, project: Path, *options: Any, **environ: 
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that measures the network with up to 4 MiB, and has the GPUs that the variable GPUS lists."""
     copy = copy_template(tmp_path_factory.mktemp("quick") / "project")
-    preflight = copy / "ddp/entrypoint/preflight.py"
+    preflight = copy / "ddp/parts/preflight/check.py"
     before = preflight.read_text()
     preflight.write_text(before.replace("MIN_MIB, MAX_MIB = 1, 256", "MIN_MIB, MAX_MIB = 1, 4"))
     assert preflight.read_text() != before
-    rendezvous = copy / "ddp/launcher/node_rendezvous.py"
-    before = rendezvous.read_text()
+    nodes = copy / "ddp/parts/preflight/nodes.py"
+    before = nodes.read_text()
     real = "[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]"
-    rendezvous.write_text(before.replace(real, 'filter(None, os.environ.get("GPUS", "").split(","))'))
-    assert rendezvous.read_text() != before
+    nodes.write_text(before.replace(real, 'filter(None, os.environ.get("GPUS", "").split(","))'))
+    assert nodes.read_text() != before
     return copy
 
 
@@ -120,22 +121,21 @@ def test_data_that_are_not_there_yet_are_not_called_there(tmp_path: Path) -> Non
     (tmp_path / ".download.lock").touch()
     cifar10 = Config.parse(["--data-dir", str(tmp_path)])
     folders = Config.parse(["--dataset=imagefolder", f"--data-dir={tmp_path}"])
-    assert cifar10.data_status() == f"cifar10: not in {tmp_path}, will be downloaded"
-    assert folders.data_status() == f"imagefolder: not in {tmp_path}"
+    assert data_status(cifar10) == f"cifar10: not in {tmp_path}, will be downloaded"
+    assert data_status(folders) == f"imagefolder: not in {tmp_path}"
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "train").mkdir()
-    assert cifar10.data_status() == f"cifar10 in {tmp_path}"
-    assert folders.data_status() == f"imagefolder in {tmp_path}"
+    assert data_status(cifar10) == f"cifar10 in {tmp_path}"
+    assert data_status(folders) == f"imagefolder in {tmp_path}"
 
 
 def test_clocks_apart_and_a_full_disk_are_pointed_out() -> None:
-    facts = {"Python": "3", "torch": "2", "NCCL": "-", "GPUs": "none", "dataset": "synthetic", "code": "1"}
-    facts |= {"address": "10.0.0.1 eth0"}
-    nodes = [
-        NodeRecord(0, "one", "", {}, {**facts, "disk": 100.0, "offset": 0.0}),
-        NodeRecord(1, "two", "", {}, {**facts, "disk": 1.25, "offset": -61.4}),
-        NodeRecord(2, "three", "", {}, {**facts, "offset": 4.9}),
-    ]
+    shared = {"torch": "2", "NCCL": "-"}
+
+    def facts(node: int, host: str, disk: float, offset: float) -> NodeFacts:
+        return NodeFacts(node, host, "10.0.0.1", "?", "3", "none", disk, "synthetic", 0.0, shared, offset)
+
+    nodes = [facts(0, "one", 100.0, 0.0), facts(1, "two", 1.25, -61.4), facts(2, "three", 100.0, 4.9)]
     assert table(nodes).splitlines()[4:] == [
         "warning: the clock of two is -61 s off that of one",
         "warning: two has only 1.2 GB of disk left for --output-dir",

@@ -32,8 +32,8 @@ from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.files import read_status
-from ddp.core.ledger import Ledger
 from ddp.distributed.tensors import map_named
+from ddp.parts.monitor.ledger import Ledger
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.run import Run
 from faults import fault
@@ -125,7 +125,8 @@ def resume(config: Config) -> Resumed:
     output_dir.open()
     content = CheckpointDirectory(config).find()
     ledger = Ledger()
-    ledger.resume(content.get("time", {}), content.get("step", 0), read_status(output_dir.path))
+    saved = content.get("callbacks", {}).get("Ledger", {})
+    ledger.resume(saved, content.get("step", 0), read_status(output_dir.path))
     assert all(seconds >= 0 for seconds in ledger.seconds.values())
     MetricLogger(config, content.get("step", 0), []).close()
     output_dir.lock.close()

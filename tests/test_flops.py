@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import main
-from ddp.training import flops
-from ddp.training.flops import flops_of, peak_flops
+from ddp.parts.monitor import flops
+from ddp.parts.monitor.flops import flops_of, peak_flops
 from model import ToyModel
 from processes import train
 from small_models import Awkward

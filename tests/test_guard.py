@@ -13,7 +13,7 @@ from outputs import newest, weights_and_momentum
 from torch import nn
 
 import main
-from ddp.distributed.replicas import bit_sum
+from ddp.parts.monitor.replicas import bit_sum
 from ddp.training.run import Run
 from faults import fault
 from processes import train
@@ -168,8 +168,8 @@ def test_what_a_second_computation_would_change_is_refused(
 ) -> None:
     options = [*OPTIONS, tmp_path, "--deterministic", "--guard", 2]
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "guarded", lambda run, compute: compute)
-        assert "--guard: main.py does not call run.guarded(compute_gradients)" in train(1, *options, code=2)
+        patched.setattr(Run, "checked", lambda run, compute: compute)
+        assert "--guard: main.py does not call run.checked(compute_gradients)" in train(1, *options, code=2)
     for model, what in ((Counting, "model: _extra_state"), (InPlace, "a batch: 0")):
         monkeypatch.setattr(main.task, "build_model", lambda *_, model=model: model(3072, 10))
         output = train(1, *options, code=2)

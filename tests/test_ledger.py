@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from ddp.core import ledger
-from ddp.core.ledger import PARTS, Ledger, SaveCost
+from ddp.core.run_config import NOTICED_VARIABLE
+from ddp.parts.monitor import save_cost
+from ddp.parts.monitor.ledger import PARTS, Ledger
+from ddp.parts.monitor.save_cost import SaveCost
 from ddp.training import run
 from ddp.training.run import Run
 from faults import fault
@@ -69,7 +71,7 @@ def test_the_ledger_adds_up_over_a_kill_a_stop_and_a_longer_run(
 
 
 def test_what_was_written_after_the_last_checkpoint_counts_as_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ledger.NOTICED_VARIABLE, "1130.5")
+    monkeypatch.setenv(NOTICED_VARIABLE, "1130.5")
 
     def record(until: float, **seconds: float) -> dict[str, Any]:
         return {"since": 1000.0, "until": until, "stepped": until - 1, "seconds": dict.fromkeys(PARTS, 0.0) | seconds}
@@ -107,13 +109,16 @@ def test_the_speed_while_a_checkpoint_is_written_is_compared_with_the_usual_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(ledger.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(save_cost.time, "perf_counter", lambda: now)
     cost = SaveCost()
-    assert cost.figures() == {}
+    assert cost.status() == {"saving": {}}
     for writing, took in [(False, 1.0), (False, 0.1), (False, 0.1), (True, 0.125), (True, 0.125), (False, 0.1)]:
         now += took
         cost.step(writing)
-    cost.pause(0.02, save=True)
+    cost.phase("saving")
+    now += 0.02
+    cost.phase("productive")
     now += 5
     cost.step(False)
-    assert cost.figures() == {"saves": 1, "pause_ms": 20.0, "write_s": 0.25, "speed_while_written": 0.8}
+    expected = {"saves": 1, "pause_ms": 20.0, "write_s": 0.25, "speed_while_written": 0.8}
+    assert cost.status() == {"saving": expected}

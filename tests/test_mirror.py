@@ -23,10 +23,11 @@ import s3fs  # noqa: F401  # loaded once here, and not in each rank
 from outputs import checkpoints, free_port, lines, status
 from test_storage import mount, mounted
 
-import ddp.checkpoint.mirror as mirror
+import ddp.parts.mirror.mirror as mirror
 from compare import differences
 from config import Config
 from ddp.checkpoint.storage import verify
+from ddp.parts.mirror.callback import MirrorCallback
 from faults import fault
 from processes import start, train
 
@@ -85,6 +86,11 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
 
+def mirror_of(run: Any) -> Any:
+    (found,) = (each.mirror for each in run.ctx.callbacks if isinstance(each, MirrorCallback))
+    return found
+
+
 class At:
     """For `after_step`: on rank 0, at given steps, wait until a condition of the mirror holds, and then act.
 
@@ -100,7 +106,7 @@ class At:
         if run.ctx.rank == 0 and run.state.step in self.steps:
             condition, number = self.steps[run.state.step]
             end = time.monotonic() + 60
-            while not condition(run.checkpoints.mirror):
+            while not condition(mirror_of(run)):
                 assert time.monotonic() < end
                 time.sleep(0.01)
             os.kill(os.getppid() if number in (self.DOWN, self.UP) else os.getpid(), number)
@@ -461,7 +467,7 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
 
     def take_over(run: Any) -> None:
         # As a run does that was started elsewhere, because this one seemed to be lost.
-        if run.state.step == run.checkpoints.mirror.step + 1:
+        if run.state.step == mirror_of(run).step + 1:
             owner = json.loads((tmp_path / "mirror" / "owner.json").read_text())
             (tmp_path / "mirror" / "owner.json").write_text(json.dumps({**owner, "process": "new", "host": "b"}))
 

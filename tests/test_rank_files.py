@@ -26,7 +26,6 @@ import main
 from config import Config
 from ddp.checkpoint import compare, merge, rank_files, storage
 from ddp.checkpoint.manager import CheckpointManager
-from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.rank_files import RankFiles
 from ddp.checkpoint.reuse import init_weights, load_checkpoint
 from ddp.checkpoint.state import snapshot
@@ -35,6 +34,7 @@ from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
+from ddp.parts.mirror.mirror import Mirror
 from ddp.training.output_dir import OutputDir
 from ddp.training.run import Run
 from ddp.training.wrapping import wrap_model

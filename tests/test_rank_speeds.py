@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from outputs import lines
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ import data
 import images
 import main
 from ddp.distributed.process_group import DistContext
-from ddp.training import rank_speeds
-from ddp.training.rank_speeds import RankSpeeds
+from ddp.parts.monitor import rank_speeds
+from ddp.parts.monitor.rank_speeds import RankSpeeds
 from faults import fault
 from processes import on_ranks, start
 
@@ -38,7 +39,8 @@ def said(*periods: list[list[float]], step_ms: float = 50.0) -> list[list[str]]:
     rank_speeds.log.addHandler(handler)
     rank_speeds.log.setLevel("INFO")
     hosts = [f"gpu{rank}" for rank in range(len(periods[0]))]
-    speeds = RankSpeeds(SimpleNamespace(world_size=len(hosts), hosts=hosts))  # type: ignore[arg-type]
+    ctx = SimpleNamespace(world_size=len(hosts), hosts=hosts, device=torch.device("cpu"))
+    speeds = RankSpeeds(SimpleNamespace(ctx=ctx))
     found = []
     for times in periods:
         speeds.compare(times, step_ms)
@@ -142,11 +144,11 @@ def test_an_evaluation_and_a_stop_in_it_do_not_count_as_steps() -> None:
         before = ctx.stop_sync.trained_s
         ctx.stop_sync.restart(training=True)
         ctx.stop_sync.maybe_sync()
-        speeds = RankSpeeds(ctx)
+        speeds = RankSpeeds(SimpleNamespace(ctx=ctx))
         speeds.next_at = 0.0
         speeds.share(0, 0.0)  # no step was taken
-        silent = not speeds.figures
+        silent = not speeds.latest
         speeds.share(1, 0.0)
-        return before == 0.0 < ctx.stop_sync.trained_s, silent, bool(speeds.figures) == (ctx.rank == 0)
+        return before == 0.0 < ctx.stop_sync.trained_s, silent, bool(speeds.latest) == (ctx.rank == 0)
 
     assert on_ranks(2, target) == [(True, True, True)] * 2

@@ -31,7 +31,7 @@ from ddp.core.errors import PeerLost, SetupError, Stopped, UserError
 from ddp.core.host import allow_many_files, listen
 from ddp.launcher import node_record, node_rendezvous
 from ddp.launcher.launch_node import LaunchOptions, NodeAgent
-from ddp.launcher.node_record import LOST, STOPPED, NodeRecord, RoundEnd, RunEnded, table
+from ddp.launcher.node_record import LOST, STOPPED, NodeRecord, RoundEnd, RunEnded
 from ddp.launcher.node_rendezvous import NodeRendezvous
 from faults import fault
 from machines import Program, machines
@@ -66,7 +66,7 @@ class Node(NodeRendezvous):
         self.agent.nproc = 1
         shared = {"--check": False, "--nnodes": options.nnodes, "--nproc-per-node": 1, **shared}
         NODES.append(self)
-        super().__init__(NodeRecord(rank, f"gpu{rank + 1}", os.urandom(8).hex(), shared, {}), self.agent)
+        super().__init__(NodeRecord(rank, f"gpu{rank + 1}", os.urandom(8).hex(), shared), self.agent)
 
     def join(self) -> Future[list[int]]:
         """The ranks of the nodes that run the first round."""
@@ -153,7 +153,7 @@ def test_what_a_stranger_sends_is_dropped_and_the_nodes_still_join(
     assert printed.out == "" and sorted(lines) == connected and caplog.records == []
 
 
-RECORD = {"node_rank": 1, "host": "gpu2", "launcher": "1", "shared": {}, "facts": {}}
+RECORD = {"node_rank": 1, "host": "gpu2", "launcher": "1", "shared": {}}
 
 
 @fault(27, 42)
@@ -163,7 +163,6 @@ RECORD = {"node_rank": 1, "host": "gpu2", "launcher": "1", "shared": {}, "facts"
         "", "hello", "[1]", "7", "null", "9" * 10_000, "[" * 100_000, '{"node_rank": 1}',
         json.dumps({**RECORD, "node_rank": True}), json.dumps({**RECORD, "node_rank": 1.0}),
         json.dumps({**RECORD, "node_rank": [1]}), json.dumps({**RECORD, "shared": []}),
-        json.dumps({**RECORD, "facts": [1]}), json.dumps({**RECORD, "facts": {"clock": "noon"}}),
         json.dumps({**RECORD, "last": {"code": 1}}), json.dumps({**RECORD, "new": 1}),
     ],
 )  # fmt: skip
@@ -171,21 +170,6 @@ def test_what_is_no_record_of_a_node_is_ignored(text: str) -> None:
     """A process of another version, or of another program, may have written it."""
     with pytest.raises(ValueError, match="not a node"):
         NodeRecord.from_json(text)
-
-
-def test_facts_that_are_missing_are_shown_as_unknown() -> None:
-    facts = {
-        "Python": "3",
-        "torch": "2",
-        "NCCL": "-",
-        "GPUs": "none",
-        "dataset": "x",
-        "disk": 50.0,
-        "code": "1",
-    }
-    own, other = NodeRecord(0, "gpu1", "", {}, facts), NodeRecord.from_json(json.dumps(RECORD))
-    *_, row = table([own, other]).splitlines()
-    assert row.split() == ["1", "gpu2", *"?????????"]
 
 
 @fault(27, 42)
@@ -475,7 +459,7 @@ def crowd(port: int, ranks: range, shared: dict[str, Any]) -> None:
     stores = {}
     for rank in ranks:
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        record = NodeRecord(rank, f"gpu{rank + 1}", str(rank), shared, {}, "10.0.0.1", "127.0.0.1")
+        record = NodeRecord(rank, f"gpu{rank + 1}", str(rank), shared, "10.0.0.1", "127.0.0.1")
         slot = store.add("1/count", 1)
         store.add(f"beat/{rank}", 1)
         store.set(f"1/record/{slot}", json.dumps(vars(record)))

@@ -18,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from parts import PARTS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -56,7 +58,7 @@ def copy(tmp_path: Path) -> Path:
 def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
     done = lint_imports(copy)
     assert done.returncode == 0, done.stdout
-    assert "3 kept, 0 broken" in done.stdout
+    assert "4 kept, 0 broken" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,10 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
         ("ddp.data.loader", "ddp.checkpoint.storage"),
         ("ddp.checkpoint.state", "ddp.training.meter"),
         ("ddp.training.schedule", "ddp.entrypoint.run_main"),
-        ("ddp.entrypoint.preflight", "ddp.training.meter"),
+        ("ddp.entrypoint.run_main", "ddp.training.meter"),
+        ("ddp.training.run", "ddp.parts.mirror.mirror"),
+        ("ddp.core.callbacks", "ddp.parts.monitor.guard"),
+        ("ddp.parts.mirror.callback", "ddp.parts.monitor.ledger"),
         ("ddp.launcher.node_record", "ddp.distributed.rank_env"),
         ("ddp.distributed.store", "ddp.launcher.launch_node"),
         ("ddp.training.schedule", "config"),
@@ -135,7 +140,8 @@ def test_no_modules_import_each_other_in_a_cycle(copy: Path) -> None:
 def test_no_torch_is_loaded_before_the_options_are_checked() -> None:
     """launch_node.sh and --help import config.py, ddp.core and launch_node.py. torch would add seconds."""
     core = [module_name(path, TEMPLATE) for path in sorted((TEMPLATE / "ddp" / "core").glob("*.py"))]
-    modules = ["config", *core, "ddp.launcher.launch_node"]
+    parts = [f"ddp.parts.{name}" for name in PARTS]
+    modules = ["config", *core, *parts, "ddp.launcher.launch_node"]
     script = f"import {', '.join(modules)}, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=TEMPLATE, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

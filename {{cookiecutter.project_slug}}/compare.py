@@ -12,7 +12,7 @@ from ddp.distributed.tensors import named_leaves
 
 RANK_SPEEDS = ("rank_ms_median", "rank_ms_slowest")
 SPEEDS = ("samples_per_s", "tokens_per_s", "mfu", "step_ms", "data_ms", "memory_mb", *RANK_SPEEDS)
-OF_ONE_RUN = ("path", "config", "time", "rows")  # in a checkpoint
+OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint
 
 
 def newest(output_dir: Path) -> Path:

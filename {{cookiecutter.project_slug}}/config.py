@@ -7,7 +7,6 @@ the default of one, repeat its line here. Do not import torch here: launch_node.
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from ddp.core.errors import UsageError
 from ddp.core.options import option
@@ -40,16 +39,6 @@ class Config(RunConfig):
     weight_decay: float = training_option(5e-4, "weight decay of SGD", min=0)
 
     channels_last: bool = speed_option(False, "keep images and convolutions in channels-last order", may_change=True)
-
-    def data_status(self) -> str:
-        """What `launch_node.sh --check` prints about this machine's data."""
-        folders = {"cifar10": "cifar-10-batches-py", "imagefolder": "train"}
-        if self.dataset not in folders:
-            return self.dataset
-        if (Path(self.data_dir) / folders[self.dataset]).is_dir():
-            return f"{self.dataset} in {self.data_dir}"
-        download = ", will be downloaded" if self.dataset == "cifar10" else ""
-        return f"{self.dataset}: not in {self.data_dir}{download}"
 
     def check(self) -> None:
         """Refuse options that contradict each other, with one line."""

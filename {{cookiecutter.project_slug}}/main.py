@@ -60,7 +60,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         while not run.finished():  # --epochs, --max-steps or --patience; at once with --evaluate
             ddp_model.train()
             for batches in run.steps():  # seeds the step, and sets the learning rate
-                if run.guarded(compute_gradients)(ddp_model, training, batches, config, ctx):  # twice with --guard
+                if run.checked(compute_gradients)(ddp_model, training, batches, config, ctx):  # False: no gradients
                     with same_on_all_ranks(config.seed, run.state.step):  # if the optimizer draws noise
                         apply_gradients(training, config)
                 run.advance()  # counts the step; logs and saves when due

@@ -215,7 +215,7 @@ class Rehearsal:
     def __init__(self, config: Config, nproc: int, folder: Path, start: Start = spawn, steps: int = STEPS) -> None:
         config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
         config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
-        config.mirror = None  # it holds the real run
+        config.rehearse()
         config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
         self.config, self.nproc, self.folder, self.start, self.steps = config, nproc, folder, start, steps
 
@@ -292,7 +292,7 @@ class Rehearsal:
 
     def divided(self, name: str, dtype: str, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
         changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False}
-        changes = {"grad_accum_steps": 1, "guard": None, "checkpoint_every": None} | changes
+        changes = {"grad_accum_steps": 1, "checkpoint_every": None} | changes
         return self.run(name, partial(one_update, dtype, plain), nproc, **changes)
 
 

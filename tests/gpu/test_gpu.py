@@ -422,7 +422,7 @@ def test_bit_sums(project: Project, answer: Answer) -> None:
     """Does the GPU compute the same sums of bits as the CPU?"""
     code = """
         import torch
-        from ddp.distributed.replicas import bit_sum
+        from ddp.parts.monitor.replicas import bit_sum
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
             for count in (1, 7, 1001, 1 << 20):
                 tensor = torch.randint(-100, 100, (count,)).to(dtype)
@@ -443,8 +443,8 @@ def test_gradients_twice(project: Project, tmp_path: Path, answer: Answer) -> No
 
 SLOW_RANK = """
 import torch
-import ddp.training.rank_speeds
-ddp.training.rank_speeds.INTERVAL_S = 1.0
+import ddp.parts.monitor.rank_speeds
+ddp.parts.monitor.rank_speeds.INTERVAL_S = 1.0
 _build = build_model
 def build_model(*arguments):
     model = _build(*arguments)

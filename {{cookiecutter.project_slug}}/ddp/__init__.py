@@ -6,9 +6,11 @@
     checkpoint/   what a checkpoint holds, how it is written and verified, how a run resumes
     training/     DDP wrapping, learning rate, metrics, logs, the output directory, the run
     launcher/     what launch_node.sh runs: options, torchrun's agent, the rendezvous of the nodes, restarts
-    entrypoint/   launch(main, Config), --nproc, the ranks' part of launch_node.sh --check
+    entrypoint/   launch(main, Config), and --nproc
+    parts/        what only some projects need: parts.py lists what this one has
 
 A room imports only rooms above it; launcher imports core alone. Nothing in here imports main, model, data or config.
+The others do not import parts/, but call its Callbacks: see core/callbacks.py.
 """
 
 __version__ = "1.0.0"  # of ddp-template; name it in bug reports

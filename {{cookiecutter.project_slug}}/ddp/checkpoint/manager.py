@@ -15,21 +15,17 @@ import torch
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint
 from ddp.checkpoint.fit import run_differences, scale_change
-from ddp.checkpoint.mirror import Mirror
 from ddp.checkpoint.rank_files import RankFiles, Written
 from ddp.checkpoint.state import Rows, TrainState, check_parts, digest, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, Diverged, differences, first_few, plural
-from ddp.core.files import hash_source_files, read_status
-from ddp.core.ledger import Ledger
+from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
-from ddp.core.signals import stop_signal
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.replicas import check_replicas
 from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
 from ddp.distributed.tensors import map_tensors, named_leaves
 
@@ -47,11 +43,9 @@ class CheckpointManager:
         self.directory = CheckpointDirectory(config)
         self.rank_files = RankFiles(config, ctx, self.directory)
         self.writer = BackgroundJob("checkpoint writer")
-        self.mirror = Mirror(config) if config.mirror else None  # used on rank 0
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
         self.received: list[int] = []  # and that of the rows that this rank has received
-        self.ledger = Ledger()
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -61,39 +55,16 @@ class CheckpointManager:
             "started_from": None,  # the checkpoint of another run, if --resume named one
         }
 
-    def open_mirror(self) -> None:
-        """Connect to --mirror, and download its newest checkpoint if it is newer than ours. Call on every rank."""
-        if self.mirror is not None:
-            self.ctx.on_main(self.writer.start, self.mirror.open)
-            self.wait()
-
-    def finish_mirror(self, limit: float | None = None) -> None:
-        """Wait for the upload of the last checkpoint, unless it fails; up to `limit` seconds. Call on every rank.
-
-        Without `limit`, a request to stop ends the wait.
-        """
-        if self.mirror is None:
-            return
-        timeout, waits = min(limit or 2.0, self.config.timeout / 4), 0
-        while not self.ctx.on_main(self.mirror.finish, timeout) and limit is None:
-            waits += 1
-            if waits == 1:
-                log.info(f"waiting for the upload to {self.mirror.url}; Ctrl-C ends that")
-            if any(self.ctx.gather(stop_signal.reason is not None)):
-                break
-        self.ctx.on_main(self.mirror.warn_if_behind)
-
     def save(self, sync_logs: Callable[[], None]) -> None:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
-        # 2. Compare the ranks, and collect the state of this run. state_dict() has no collective.
-        if self.config.guard != 0 and not self.config.shard:
-            check_replicas(self.state, self.ctx)
+        # 2. Collect the state of this run. state_dict() has no collective.
         for part in self.state.values():
             if hasattr(part, "before_save"):
                 part.before_save()
-        content = {**self.facts, **self._states(), **asdict(self.train_state), "time": self.ledger.record()}
+        content = {**self.facts, **self._states(), **asdict(self.train_state)}
+        content["callbacks"] = {type(each).__name__: each.state_dict() for each in self.ctx.callbacks}
         self.last_step = step = self.train_state.step
         best = self.train_state.best_step == step
         # 3. On rank 0, copy it to host memory; with --shard, each rank copies its rows. Training may then continue.
@@ -134,10 +105,10 @@ class CheckpointManager:
         if self.ctx.rank == 0 and (path := os.environ.get(SAVED_FILE_VARIABLE)):
             with suppress(OSError):  # without it, a job that starts again does not insist on a checkpoint
                 Path(path).touch()
-        if self.mirror is not None:
-            self.mirror.request(step)
         process_exit.record_saved(step)  # for the launcher
         if self.ctx.rank == 0:
+            for each in self.ctx.callbacks:
+                each.saved(step)
             self.ctx.monitor.share_saved(step)  # for the other ranks
 
     def _states(self) -> dict[str, Any]:
@@ -173,8 +144,6 @@ class CheckpointManager:
             self.rank_files.open()
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
-        self.ledger.waited_s = lambda: train_loader.wait_s
-        status = read_status(self.directory.path.parent) if self.ctx.rank == 0 else {}  # its ledger is the run's
         shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
         content, receive = self._read_on_main(partial(self._find, shapes), states)
         del states  # a part may replace its tensors
@@ -182,10 +151,8 @@ class CheckpointManager:
             train_loader.keep_order(content.get("dataset", {}))
             self.facts["dataset"] |= train_loader.order_facts()
             self._load(content, receive)
-        own = content and Path(content["path"]).parent == self.directory.path
-        lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save
-        if own or lost:
-            self.ledger.resume(content.get("time", {}), content.get("step", 0), status)
+        for each in self.ctx.callbacks:
+            each.resumed(content)
         return content.get("path")
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
@@ -247,7 +214,7 @@ class CheckpointManager:
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""
-        return {"path", "random", "time", storage.ROWS, *self.facts, *asdict(self.train_state)}
+        return {"path", "random", "time", "callbacks", storage.ROWS, *self.facts, *asdict(self.train_state)}
 
     def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""

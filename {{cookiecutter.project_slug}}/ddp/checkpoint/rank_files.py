@@ -1,8 +1,8 @@
 """A checkpoint with --shard: each rank writes its own rows, in the background; then rank 0 writes the rest.
 
 So no process needs memory for more than its part, and a save sends nothing. All ranks must see OUTPUT_DIR for that.
-Where they do not, as on machines without a shared file system, and with --mirror, which keeps single files, rank 0
-collects all rows in its memory and writes one file, like that of a run without --shard.
+Where they do not, as on machines without a shared file system, and where a part needs single files, rank 0 collects all
+rows in its memory and writes one file, like that of a run without --shard.
 """
 
 import logging
@@ -36,7 +36,7 @@ class RankFiles:
     def open(self) -> None:
         """Find out whether all ranks can write what rank 0 can read. Call on every rank."""
         ctx, folder = self.ctx, self.directory.rows
-        if not self.config.shard or ctx.world_size == 1 or self.config.mirror:
+        if not self.config.shard or ctx.world_size == 1 or any(each.needs_one_file for each in ctx.callbacks):
             return
         token = ctx.on_main(self._create)
 

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from ddp.core.errors import UsageError
+from ddp.core.parts import missing_part
 
 HUGE = 10**12  # no option can be larger
 HELP_SECTIONS = ("data", "training", "speed", "run", "distributed")  # in the order of --help
@@ -96,6 +98,8 @@ class OptionParser(argparse.ArgumentParser):
         if unknown := re.match("unrecognized arguments: ([^ =]+)", message):
             if (name := unknown[1][2:].replace("-", "_")) in REMOVED:
                 raise UsageError(f"{unknown[1]} is {REMOVED[name][1]}")
+            if missing := missing_part(name):
+                raise UsageError(f"{unknown[1]}: {missing}")
             known = getattr(self, "_option_string_actions", ())  # a private name
             near = get_close_matches(unknown[1], known, n=1, cutoff=0.75)
             message += "".join(f" (did you mean {name}?)" for name in near) + self.unknown_hint
@@ -103,8 +107,9 @@ class OptionParser(argparse.ArgumentParser):
 
     def add_options(self, options_class: Any) -> None:
         """Add every option of a dataclass: in each section of --help, its own before those that it inherits."""
-        hints, own = get_type_hints(options_class), options_class.__annotations__
-        for item in sorted(dataclasses.fields(options_class), key=lambda item: item.name not in own):
+        hints, classes = get_type_hints(options_class), [*enumerate(options_class.__mro__)]
+        order = {name: depth for depth, each in classes[::-1] for name in get_annotations(each)}
+        for item in sorted(dataclasses.fields(options_class), key=lambda item: order[item.name]):
             rules, hint = item.metadata, hints[item.name]
             kind = (get_args(hint) or [hint])[0]  # int | None -> int
             assert kind is bool or kind in METAVARS, f"{item.name}: annotate an option as bool, int, float or str"

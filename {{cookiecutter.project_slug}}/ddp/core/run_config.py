@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ddp.core.errors import UsageError
 from ddp.core.options import OptionParser, file_arguments, flag_of, option
+from ddp.core.parts import of_parts
 
 Config = TypeVar("Config", bound="RunConfig")
 RESUME_WORDS = ("auto", "must", "never")  # of --resume; anything else is a path
@@ -18,7 +19,7 @@ DEFAULT_PARENT = "runs"  # of output directories; the rest of the default follow
 RESTARTS_VARIABLE = "DDP_RESTARTS_LEFT"  # launch_node.sh sets it while a restart is left
 ELASTIC_VARIABLE = "DDP_ELASTIC"  # launch_node.sh sets it with --nnodes MIN:MAX: the number of processes with MAX nodes
 ROUND_VARIABLE = "DDP_ROUND"  # launch_node.sh sets it: the prefix of what the ranks write to its store
-CHECK_VARIABLE = "DDP_CHECK"  # launch_node.sh --check sets it: the ranks then run preflight.check instead of main
+NOTICED_VARIABLE = "DDP_NOTICED_AT"  # launch_node.sh sets it at a restart: when it noticed that a process was lost
 MAX_PROCESSES_PER_CORE = 16  # each process takes a few hundred MB
 MAX_WAIT_S = 10**7
 BACKENDS = ("auto", "nccl", "gloo", "mpi")
@@ -30,8 +31,8 @@ _process = partial(_distributed, per_process=True)
 
 
 @dataclasses.dataclass
-class RunConfig:
-    """The options of a run. A task adds its own, and may override data_status and check."""
+class RunConfig(*of_parts("Options")):  # type: ignore[misc]
+    """The options of a run. A task adds its own, and may override check."""
 
     given = frozenset[str]()  # the names of those on the command line or in the file of --config
 
@@ -62,7 +63,6 @@ class RunConfig:
     sync_bn: bool = _speed(False, "BatchNorm over the batches of all processes (GPU only)")
     shard: bool = _speed(False, "split weights, gradients, optimizer state over the processes", may_change=True)
     checkpoint_activations: bool = _speed(False, "compute blocks again in the backward pass", may_change=True)
-    profile: bool = _speed(False, "write a trace of steps 10 to 15 to OUTPUT_DIR/profile", may_change=True)
 
     output_dir: str = _path("", "directory for everything that the run writes (default: runs/DATA-MODEL)")
     resume: str = _path(
@@ -71,15 +71,9 @@ class RunConfig:
     init_from: str | None = _path(None, "initial weights: a checkpoint, a state_dict, or torchvision", may_change=False)
     checkpoint_every: int | None = _run(None, "save every N steps as well as after every epoch", min=1)
     keep_checkpoints: int = _run(3, "number of checkpoints to keep, in addition to best.pt", min=2)
-    mirror: str | None = _run(
-        None, "a copy of the run, to resume on another machine: s3://, gs:// or a directory", metavar="URL"
-    )
     log_every: int = _run(100, "log every N steps, and at the end of each epoch", min=1)
     seed: int = _run(0, "seed of weights, order, augmentation and dropout", min=0, max=2**32 - 1, may_change=False)
     deterministic: bool = _run(False, "deterministic algorithms: exact resume on GPUs and 3+ processes; slower")
-    guard: int | None = _run(
-        None, "compute the gradients of every N-th step twice; 0: do not even compare the ranks at each save", min=0
-    )
     strict_resume: bool = _run(False, "refuse to resume with another number of processes")
 
     device: str = _distributed("auto", "auto: the GPUs if there are any", choices=("auto", "cuda", "cpu"))
@@ -117,10 +111,6 @@ class RunConfig:
             config.check()
         return config
 
-    def data_status(self) -> str:
-        """What `launch_node.sh --check` prints about this machine's data."""
-        return "-"
-
     def check(self) -> None:
         """Refuse options that contradict each other. Raises UsageError."""
         url = re.fullmatch(r"tcp://.+:([0-9]+)|file:///.+", self.init_method or "")
@@ -153,12 +143,17 @@ class RunConfig:
             raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
         if self.shard and self.ema is not None:
             raise UsageError("--ema with --shard: torch cannot copy a sharded model; remove one of them")
-        if self.guard and not self.deterministic:
-            raise UsageError("--guard needs --deterministic: otherwise two computations may differ without a fault")
-        if self.shard and self.guard:
-            raise UsageError("--guard with --shard: no rank has another one's weights or gradients; remove one of them")
         if self.sync_bn and self.device == "cpu":
             raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for --device cpu")
+        for options in of_parts("Options"):
+            if hasattr(options, "check"):
+                options.check(self)
+
+    def rehearse(self) -> None:
+        """Unset what a rehearsal must not use."""
+        for options in of_parts("Options"):
+            if hasattr(options, "rehearse"):
+                options.rehearse(self)
 
     def shared_options(self) -> dict[str, Any]:
         """The options that must be the same in all processes of a run, as `--name`."""

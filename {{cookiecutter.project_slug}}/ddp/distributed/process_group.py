@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp.core.callbacks import Callback
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, exit_code_of, plural
 from ddp.core.host import available_cores, interface_of, is_loopback, own_address
 from ddp.core.process_exit import process_exit, tell_launcher, translate_exception
@@ -26,7 +27,7 @@ from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, quiet_gloo
-from ddp.distributed.tensors import CpuStreams, Stopwatch, map_named, map_tensors, streams_of
+from ddp.distributed.tensors import CpuStreams, map_named, map_tensors, streams_of
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -38,17 +39,6 @@ NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
 # Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
 # frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
 _groups: list[Any] = []
-
-
-@dataclass
-class Work:
-    """What the device of this rank does in training."""
-
-    forward: Stopwatch  # of the forward passes
-    step: int = 0  # optimizer steps that the run has taken, also before it was resumed
-    models: int = 0  # that were wrapped
-    hooks: list[Any] = field(default_factory=list)  # that measure them
-    flops_per_sample: float | None = None  # of the forward and backward pass; None if it is not known
 
 
 @dataclass(frozen=True)
@@ -67,8 +57,8 @@ class DistContext:
     streams: CpuStreams
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
     on_failure: list[Callable[[BaseException], None]]
-    work: Work
     hosts: list[str]  # the name of each rank's machine
+    callbacks: list[Callback] = field(default_factory=list)  # of the parts, once a run is open
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run `action` on rank 0; its result, or its exception, reaches every rank. Call on every rank."""
@@ -193,8 +183,8 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         streams = streams_of(device)
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
-        work, hosts = Work(streams.stopwatch()), [info.host for info in infos]
-        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, work, hosts)
+        hosts = [info.host for info in infos]
+        yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, hosts)
         monitor.close()
         _destroy_group()
     except BaseException as error:

@@ -1,7 +1,6 @@
 """Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
@@ -75,52 +74,11 @@ class Mark:
             self.event.synchronize()
 
 
-class Stopwatch:
-    """Adds up the seconds that a CPU takes between `start` and `stop`."""
-
-    def __init__(self) -> None:
-        self.total_s, self.started_at = 0.0, 0.0
-
-    def start(self) -> None:
-        self.started_at = time.perf_counter()
-
-    def stop(self) -> None:
-        self.total_s += time.perf_counter() - self.started_at
-
-
-class CudaStopwatch(Stopwatch):
-    """Its twin for a GPU, for which it never waits: `total_s` has what the GPU has done by the last `stop`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: torch.cuda.Event | None = None
-        self.events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def start(self) -> None:
-        self.started = None
-        if not torch.cuda.is_current_stream_capturing():
-            self.started = torch.cuda.Event(enable_timing=True)
-            self.started.record()
-
-    def stop(self) -> None:
-        if self.started is None:
-            return
-        self.events.append((self.started, torch.cuda.Event(enable_timing=True)))
-        self.events[-1][1].record()
-        self.started = None
-        while self.events and self.events[0][1].query():
-            start, end = self.events.popleft()
-            self.total_s += start.elapsed_time(end) / 1000
-
-
 class CpuStreams:
     """The twin of CudaStreams for a CPU: everything is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def stopwatch(self) -> Stopwatch:
-        return Stopwatch()
 
     def mark(self) -> Mark:
         """A point after all work that was given to the device so far."""
@@ -145,9 +103,6 @@ class CudaStreams(CpuStreams):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.copies: torch.cuda.Stream = torch.cuda.Stream(device)
-
-    def stopwatch(self) -> Stopwatch:
-        return CudaStopwatch()
 
     def mark(self) -> Mark:
         return Mark(torch.cuda.current_stream(self.device).record_event())

@@ -19,11 +19,10 @@ from ddp.core.files import correct_status
 from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_process, process_exit, tell_launcher, translate_exception
 from ddp.core.rank_logs import set_up_logging
-from ddp.core.run_config import CHECK_VARIABLE, ELASTIC_VARIABLE, RunConfig, output_dirs
+from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig, output_dirs
 from ddp.core.signals import SignalHandler, killed_by, send_signal, stop_signal
 from ddp.distributed.rank_env import VARIABLES, Launcher, RankEnv, find_rank_env
 from ddp.distributed.store import report_early_failure
-from ddp.entrypoint import preflight
 
 # After a failure, for the other ranks to report it before they are asked to stop; then, before they are killed.
 SPAWN_GRACE_S = 15.0
@@ -33,7 +32,7 @@ Main = Callable[[Any, RankEnv], None]  # with the Config of config.py
 
 def launch(main: Main, config_class: type[RunConfig]) -> NoReturn:
     """Run `main(config, rank_env)` as every rank that this command line asks for. Exits with the exit code."""
-    run_and_exit(lambda: run(preflight.check if CHECK_VARIABLE in os.environ else main, config_class.parse()))
+    run_and_exit(lambda: run(main, config_class.parse()))
 
 
 def run_and_exit(command: Callable[[], int]) -> NoReturn:

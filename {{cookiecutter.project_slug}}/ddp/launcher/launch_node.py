@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,20 +35,20 @@ from ddp.core.errors import (
 )
 from ddp.core.files import PROJECT_DIR, correct_status, read_status
 from ddp.core.host import available_cores
-from ddp.core.ledger import NOTICED_VARIABLE
-from ddp.core.options import OptionParser, option
+from ddp.core.options import OptionParser, flag_of, option
+from ddp.core.parts import of_parts
 from ddp.core.process_exit import exit_process, process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
 from ddp.core.run_config import (
-    CHECK_VARIABLE,
     ELASTIC_VARIABLE,
+    NOTICED_VARIABLE,
     RESTARTS_VARIABLE,
     RunConfig,
     check_process_count,
     output_dirs,
 )
 from ddp.core.signals import SignalHandler, adopt_orphans, is_alive, kill_children, killed_by, send_signal
-from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, describe_node, round_end
+from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, round_end, shared_facts, this_node
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
 FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 1, 60
@@ -75,7 +75,7 @@ _option = partial(option, section="options")
 
 # fmt: off
 @dataclass
-class LaunchOptions:
+class LaunchOptions(*of_parts("LaunchOptions")):  # type: ignore[misc]
     """The options of launch_node.sh."""
 
     nnodes: str = _option("1", "number of machines; 2:4 starts with 4, and continues with 2 or 3 if some are lost",
@@ -89,14 +89,16 @@ class LaunchOptions:
     max_restarts: int = _option(None, "restart up to N times after a lost process (default: 0; 3 on several machines)",
                                 min=0, variable="MAX_RESTARTS")
     start_grace: int = _option(300, "seconds to wait for other machines", min=0, variable="START_GRACE")
-    check: bool = _option(False, "do not train: compare the machines, and measure the network between them")
 # fmt: on
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, and set those that follow from others."""
         self.master_addr = self.master_addr.strip("[]")  # around an IPv6 address
         self.min_nodes, self.max_nodes = node_range(self.nnodes)
-        if self.check:  # none may be missing
+        scripts = [part.script(self) for part in of_parts("LaunchOptions")]
+        self.script = next(filter(None, scripts), "main.py")  # what the workers run
+        self.trains = self.script == "main.py"
+        if not self.trains:  # none may be missing
             self.nnodes, self.min_nodes = str(self.max_nodes), self.max_nodes
         if self.node_rank >= self.max_nodes:
             last = self.max_nodes - 1
@@ -105,8 +107,8 @@ class LaunchOptions:
             raise UsageError(f"--master-addr: needed with --nnodes {self.nnodes}; see --help")
         if self.max_nodes == 1:
             self.master_addr, self.master_port = "127.0.0.1", 0  # any free one
-        if self.max_restarts is None or self.check:
-            self.max_restarts = DEFAULT_RESTARTS if self.max_nodes > 1 and not self.check else 0
+        if self.max_restarts is None or not self.trains:
+            self.max_restarts = DEFAULT_RESTARTS if self.max_nodes > 1 and self.trains else 0
 
 
 def main(config_class: type[RunConfig]) -> NoReturn:
@@ -171,7 +173,7 @@ class NodeAgent(SignalHandler):
         self.killed: tuple[int, int, int] | None = None  # the first worker that failed: exit code, local rank, pid
         self.restarts, self.furthest_step, self.pause, self.noticed_at = 0, -1, 0, 0.0
         self.exhausted = False  # whether no restart is left
-        self.shows_no_progress = options.node_rank > 0 and not options.check  # rank 0 shows it, on node 0
+        self.shows_no_progress = options.node_rank > 0 and options.trains  # rank 0 shows it, on node 0
 
     # ---- the main thread --------------------------------------------------------------------------------------------
 
@@ -235,9 +237,13 @@ class NodeAgent(SignalHandler):
         kill_children()
         pids = self.pids | {int(text) for text in self._read("pid")}
         shutil.rmtree(self.folder, ignore_errors=True)
-        if not (self.options.check or self.config.evaluate):  # then status.json belongs to another run
+        if self._is_training:  # otherwise status.json belongs to another run
             for folder in output_dirs(self.config.output_dir):
                 correct_status(folder, pids, exit_code, message)
+
+    @property
+    def _is_training(self) -> bool:
+        return self.options.trains and not self.config.evaluate
 
     def _print(self, line: str) -> None:
         print_line(f"node {self.options.node_rank}: {line}" if self.options.max_nodes > 1 else line)
@@ -251,20 +257,21 @@ class NodeAgent(SignalHandler):
                 del os.environ[name]
             level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store out of reach would print a page
             os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from --nproc-per-node: no need to ask
-            from ddp.launcher.node_rendezvous import NodeRendezvous, gpu_count, gpus, run_torchrun
+            from ddp.launcher.node_rendezvous import NodeRendezvous, gpu_count, run_torchrun
 
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR" if level == "FATAL" else level  # of the workers: no warnings
             options, self.nproc = self.options, self.options.nproc_per_node or gpu_count() or 1
             check_process_count("--nproc-per-node", self.nproc)
             cores = max(1, available_cores() // self.nproc)  # torchrun's default is 1
             os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
-            basics = {"--check": options.check, "--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
-            basics["--max-restarts"] = options.max_restarts
-            own = describe_node(options.node_rank, basics, self.config)
-            own.facts |= {"GPUs": ", ".join(gpus()) or "none"} if options.check else {}
-            self.rendezvous = NodeRendezvous(own, self)
+            shared: dict[str, Any] = {"--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
+            of_others = (item.name for part in of_parts("LaunchOptions") for item in fields(part))
+            shared |= {flag_of(name): getattr(options, name) for name in of_others}
+            if options.trains:
+                shared |= {"--max-restarts": options.max_restarts, **shared_facts(self.config)}
+            self.rendezvous = NodeRendezvous(this_node(options.node_rank, shared), self)
             workers = [f"--nproc-per-node={self.nproc}", f"--log-dir={self.folder}"]
-            run_torchrun(self.rendezvous, [*workers, str(PROJECT_DIR / "main.py"), *self.main_options])
+            run_torchrun(self.rendezvous, [*workers, str(PROJECT_DIR / options.script), *self.main_options])
         except BaseException as error:
             self.error = error
         finally:
@@ -288,10 +295,9 @@ class NodeAgent(SignalHandler):
         """torchrun is about to start the workers; the ranks of all nodes that do, and what node 0 counts."""
         options, self.restarts, self.running, self.killed = self.options, restarts, True, None
         variables = {
-            CHECK_VARIABLE: options.check,
             RESTARTS_VARIABLE: options.max_restarts > restarts,
             ELASTIC_VARIABLE: (options.min_nodes < options.max_nodes) * options.max_nodes * self.nproc,
-            RANK_LOGS_VARIABLE: not (options.check or self.config.evaluate),
+            RANK_LOGS_VARIABLE: self._is_training,
             NOTICED_VARIABLE: self.noticed_at,
         }
         for name in variables:

@@ -4,19 +4,16 @@
 the keys of the store.
 """
 
-import hashlib
 import json
 import math
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ddp.core.errors import (
@@ -32,12 +29,9 @@ from ddp.core.errors import (
     print_line,
 )
 from ddp.core.files import hash_source_files
-from ddp.core.host import interface_of, is_loopback
-from ddp.core.run_config import DEFAULT_PARENT, RunConfig
+from ddp.core.host import is_loopback
+from ddp.core.run_config import RunConfig
 
-MAX_CLOCK_OFFSET_S = 5.0  # beyond that, times in logs cannot be compared, and certificates may be refused
-LOW_DISK_GB = 5.0
-COLUMNS = ("node", "host", "address", "Python", "torch", "NCCL", "GPUs", "disk", "dataset", "clock", "code")
 POLL_INTERVAL_S, BEAT_INTERVAL_S = 0.1, 0.5
 FRESH_S, DEAD_S = 1.5, 3.0  # a launcher is there if its count has changed so recently; it is gone if it stands still
 NOTICE_AFTER_S = 3.0  # a node that waits longer prints for whom
@@ -70,7 +64,6 @@ class NodeRecord:
     host: str
     launcher: str  # unique per process
     shared: dict[str, Any]  # must be equal on all nodes: options, versions, hashes of the source files
-    facts: dict[str, Any]  # for the table; empty without --check
     address: str = ""  # on the route to node 0
     address_of_0: str = ""  # the address of node 0, as this node sees it
     last: RoundEnd | None = None  # how its workers ended in the round before; None if it has just started
@@ -84,15 +77,9 @@ class NodeRecord:
         with suppress(ValueError, TypeError, AttributeError, RecursionError):
             record = cls(**json.loads(text))
             record.last = RoundEnd(**record.last) if isinstance(record.last, dict) else None
-            if type(record.node_rank) is int and isinstance(record.shared, dict) and isinstance(record.facts, dict):
-                record.facts["offset"] = record.facts.get("clock", math.nan) - time.time()
+            if type(record.node_rank) is int and isinstance(record.shared, dict):
                 return record
         raise ValueError("not a node")
-
-    def add_network_facts(self) -> None:
-        """Add what only a connection shows: this node's own address there, and its clock."""
-        address = f"{self.address} {interface_of(self.address) or '?'}"
-        self.facts |= {"address": address, "clock": time.time(), "offset": 0.0}
 
     def disagreement(self, other: "NodeRecord") -> str:
         """What another node would run that this one would not, and what to do; empty if there is nothing."""
@@ -102,48 +89,23 @@ class NodeRecord:
         return f"{self} and {other} do not agree: {first_few(found, limit=3)}. {remedy}" if found else ""
 
 
-def describe_node(node_rank: int, launch: Mapping[str, Any], config: RunConfig) -> NodeRecord:
-    """This node. `launch`: those options of launch_node.sh that must be equal."""
+def this_node(node_rank: int, shared: dict[str, Any]) -> NodeRecord:
+    """The record of this node, which has just started."""
+    return NodeRecord(node_rank, platform.node(), os.urandom(8).hex(), shared)
+
+
+def shared_facts(config: RunConfig) -> dict[str, Any]:
+    """What the nodes of a training must have in common: options, versions, source files."""
     nccl = next((found for cuda in range(20, 10, -1) if (found := _version_of(f"nvidia-nccl-cu{cuda}")) != "-"), "-")
     versions = {"torch": _version_of("torch"), "NCCL": nccl}  # NCCL: of the package that comes with torch
-    source, python = hash_source_files(), platform.python_version()
-    shared = {**launch, **config.shared_options(), **versions, "Python": python.rpartition(".")[0], **source}
-    facts: dict[str, Any] = {}
-    if launch["--check"]:
-        facts = {**versions, "Python": python, "dataset": config.data_status()}
-        facts["code"] = hashlib.sha256(repr(sorted(source.items())).encode()).hexdigest()[:10]
-        output_dir = Path(config.output_dir or DEFAULT_PARENT).absolute()  # need not exist
-        free = shutil.disk_usage(next(filter(os.path.exists, (output_dir, *output_dir.parents)))).free
-        facts["disk"] = free / 1e9
-    return NodeRecord(node_rank, platform.node(), os.urandom(8).hex(), shared, facts)
+    python = platform.python_version().rpartition(".")[0]
+    return {**config.shared_options(), **versions, "Python": python, **hash_source_files()}
 
 
 def _version_of(package: str) -> str:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "-"
-
-
-def table(nodes: Sequence[NodeRecord]) -> str:
-    """One line per node, and what is allowed but rarely intended. A node of another version may lack some facts."""
-    rows, warnings, first = [COLUMNS], [], nodes[0]
-    for node in nodes:
-        facts = node.facts
-        disk, offset = facts.get("disk", math.nan), facts.get("offset", math.nan)
-        cells = {"node": str(node.node_rank), "host": node.host, **facts}
-        cells["disk"] = "?" if math.isnan(disk) else f"{disk:,.0f} GB free"
-        cells["clock"] = "0" if node is first else "?" if math.isnan(offset) else f"{round(offset, 2) + 0.0:+.2f} s"
-        rows.append(tuple(cells.get(column, "?") for column in COLUMNS))
-        if facts.get("GPUs", first.facts.get("GPUs")) != first.facts.get("GPUs"):
-            both = f"{first.host} has {first.facts.get('GPUs')}, {node.host} has {facts['GPUs']}"
-            warnings.append(f"warning: {both}: the slowest decides")
-        if abs(offset) > MAX_CLOCK_OFFSET_S:
-            warnings.append(f"warning: the clock of {node.host} is {offset:+.0f} s off that of {first.host}")
-        if disk < LOW_DISK_GB:
-            warnings.append(f"warning: {node.host} has only {disk:.1f} GB of disk left for --output-dir")
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *warnings])
 
 
 def round_end(files: Mapping[str, Sequence[str]], nproc: int, stop_requested: bool, lost: bool) -> RoundEnd:
@@ -259,14 +221,8 @@ class Meeting:
         return fresh and decided and not missing and not self.mismatch and waited >= self.agent.pause
 
     def _print_nodes(self) -> None:
-        """Print which nodes are new or missing; with --check, all facts, before what must be equal is refused."""
-        records = self._records()
-        ranks = {record.node_rank for record in records}
-        if self.own.facts:
-            self.own.add_network_facts()
-            print(table(records), flush=True)
-            if found := next(filter(None, map(self.own.disagreement, records)), ""):
-                raise SetupError(found)
+        """Print which nodes are new or missing."""
+        ranks = {record.node_rank for record in self._records()}
         here = f"{len(ranks)} of {self.options.max_nodes} nodes"
         if lost := {*self.members} - ranks:
             line = f"{numbered('node', lost)} did not join within {self.grace:g} s: training with {here}"
@@ -315,8 +271,8 @@ class Meeting:
             conflict = SAME_RANK.format(f"{other} and {record}", self.options.max_nodes - 1)
             stray = record if other.last or not record.last else other  # which does not belong to this run
             alone |= bool(own.last and not stray.last)
-        elif not (own.facts and record.facts and record.shared.get("--nnodes") == own.shared["--nnodes"]):
-            conflict = own.disagreement(record)  # --check compares the rest after all have joined
+        else:
+            conflict = own.disagreement(record)
         if conflict and alone:
             self.store.set(f"{self.number}/refused/{stray.launcher}", conflict)
         elif conflict and not self.mismatch:

@@ -22,7 +22,6 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -87,12 +86,6 @@ def run_torchrun(handler: "NodeRendezvous", options: list[str]) -> None:
 
 
 gpu_count = torch.cuda.device_count
-
-
-def gpus() -> list[str]:
-    """What a process here can use, for the table of --check: ["8 x NVIDIA H100"]; empty without a GPU."""
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [f"{count} x {name}" for name, count in Counter(names).items()]
 
 
 class StoreClient:
@@ -290,8 +283,6 @@ class NodeRendezvous(elastic.RendezvousHandler):
             self.awaits_restart = True
             print_line(f"node {self.rank}: a run is in progress at {self.host}: joining when it restarts")
         number += bool(running)
-        if own.facts:
-            own.add_network_facts()
         store.set(f"who/{own.launcher}", str(own))
         slot = store.add(f"{number}/count", 1)
         store.set(f"{number}/record/{slot}", json.dumps(asdict(own)))

@@ -32,7 +32,7 @@ class Meter:
         self.local: Totals = {}  # on the device, not reduced yet; a list of the lists of each batch
         self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
         self.zeros: Totals | None = None  # the totals that a task has, as zeros and empty lists
-        self.tokens: Any = None  # in what was taken last, if batch_totals counts them
+        self.taken: Totals = {}  # what was taken last
         self.epoch: Totals | None = {}  # all that was taken in this epoch; None with lists, which may need much memory
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Meter:
         """The metrics since the last call; empty if nothing was added. Call on every rank."""
         self.reduce()
         self.epoch, total, self.total = self._epoch_so_far(), self.total, {}
-        self.tokens = total.get("tokens")
+        self.taken = total
         return self.compute_metrics(total) if total else {}
 
     def take_epoch(self, complete: bool) -> dict[str, Any]:

@@ -29,7 +29,6 @@ LEASE_S = 60.0  # after which another machine takes over a lease that its holder
 IN_USE_REMEDY = "choose another --output-dir, or end that run"
 NO_CURVE = ("epoch", "first_step", "count")  # only in metrics.jsonl
 RESERVED = {"step", "split", *NO_CURVE, "lr", "samples_per_s", "step_ms", "data_ms", "memory_mb"}
-RESERVED |= {"tokens_per_s", "mfu", "rank_ms_median", "rank_ms_slowest"}
 
 
 class OutputDir:
@@ -166,7 +165,7 @@ class MetricLogger:
 
         about: what a run knows by itself, with names of RESERVED. Raises UsageError if `metrics` have such a name.
         """
-        if taken := sorted(RESERVED & metrics.keys()):
+        if taken := sorted((RESERVED | about.keys()) & metrics.keys()):
             raise UsageError(f"compute_metrics returns {taken[0]!r}, and metrics.jsonl has that already: rename it")
         if (split, step) in self.evaluated:
             return  # a finished run, or one resumed where the epoch has no step left for more processes

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import with_saved_options
+from ddp.core.callbacks import Compute
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
+from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.signals import stop_error, stop_signal
@@ -28,7 +30,6 @@ from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
-from ddp.training.guard import twice
 from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.sharding import build_in_turn, check_optimizers
@@ -37,7 +38,6 @@ from ddp.training.wrapping import check_model, choose_algorithms, model_name
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
 Metric = Callable[[Mapping[str, float]], float]
-LAST_UPLOAD_TIMEOUT_S = 5.0  # of a run that fails
 LAST_SAVE_TIMEOUT_S = 25.0  # torchrun kills the other processes 30 s after one failed
 
 
@@ -52,7 +52,6 @@ class Run:
         self.log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
         self.frozen = False
-        self.guards = False  # whether main.py called `guarded`
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.train_loader: Any = None  # from resume() on, as all below
         self.meter: Any = None
@@ -77,8 +76,8 @@ class Run:
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
             self.ctx.on_main(self.log.open_files)
-            if self.checkpoints.mirror is not None:
-                self.ctx.on_main(self.checkpoints.mirror.claim)
+            for each in self.ctx.callbacks:
+                each.started()
         elif resumed_from is None:
             where = self.log.output_dir.checkpoints
             raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
@@ -92,6 +91,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
         with self.log.paused("saving"):
+            for each in self.ctx.callbacks:
+                each.saving()
             self.log.flush()
             self.checkpoints.save(self.log.output_dir.sync_logs)
 
@@ -110,7 +111,8 @@ class Run:
         Raises on every rank if the last checkpoint could not be written.
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
-        self.log.speeds.share(self.state.step, self.train_loader.wait_s)
+        for each in self.ctx.callbacks:
+            each.synced()
         self.log.write_status(max_age_s=HEARTBEAT_S)  # a killed run leaves its last sign of life
         if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
@@ -128,7 +130,8 @@ class Run:
                 self.save()
             self.checkpoints.wait()
             waited = time.monotonic() - stop_signal.requested_at
-            self.checkpoints.finish_mirror(max(1.0, LAST_SAVE_TIMEOUT_S - waited))
+            for each in self.ctx.callbacks:
+                each.finish(max(1.0, LAST_SAVE_TIMEOUT_S - waited))
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, text)
         process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
@@ -143,10 +146,11 @@ class Run:
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
 
-    def guarded(self, compute_gradients: Callable[..., bool]) -> Callable[..., bool]:
-        """`compute_gradients`; with --guard N, twice in every N-th step, to compare the gradients before they count."""
-        self.guards = True
-        return twice(compute_gradients, self.state) if self.config.guard else compute_gradients
+    def checked(self, compute_gradients: Compute) -> Compute:
+        """`compute_gradients`, as the parts of this project check it."""
+        for each in self.ctx.callbacks:
+            compute_gradients = each.wrap_compute(compute_gradients)
+        return compute_gradients
 
     def finished(self) -> bool:
         """Whether --epochs, --max-steps or --patience end the training, and it was evaluated. True with --evaluate."""
@@ -169,7 +173,6 @@ class Run:
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
             seed_step(self.config.seed, state.step, self.ctx.rank)
-            self.ctx.work.step = state.step
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
             for schedule in self.schedules:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
@@ -184,8 +187,6 @@ class Run:
         The end of an epoch is logged as well, so that a line covers one epoch only. `end_epoch` saves it.
         """
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
-        if self.config.guard and not self.guards:
-            raise UsageError("--guard: main.py does not call run.guarded(compute_gradients)")
         state.step += 1
         state.samples_consumed += loader.global_batch
         if not self.frozen:  # from now on, a full garbage collection does not visit what exists since the first step
@@ -197,7 +198,7 @@ class Run:
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
             on_console = not at_end and self.log.steps_per_epoch > self.config.log_every
-            self.log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.tokens, on_console=on_console)
+            self.log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.taken, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
@@ -226,8 +227,8 @@ class Run:
 
     def last_evaluations(self, val_loader: EvalLoader, test_loader: EvalLoader) -> Iterator[EvalLoader]:
         """What to evaluate in the end: the test set, by the weights of best.pt; with --evaluate, both sets."""
-        for hook in self.ctx.work.hooks:  # a model with hooks cannot be exported
-            hook.remove()
+        for each in self.ctx.callbacks if not self.config.evaluate else ():
+            each.trained()
         if self.config.evaluate:
             yield val_loader
         elif test_loader.length:
@@ -251,7 +252,6 @@ class Run:
             return
         path, best = self.log.output_dir.path, self.state.best is not None
         with storage_errors(path):
-            self.log.stop_profiler()
             self.log.close()
             self.log.write_status(0, done=True)
         newest = next(iter(self.checkpoints.directory.paths()), None)
@@ -259,7 +259,7 @@ class Run:
             return
         metrics = f"; best at step {self.state.best_step:,}: val {format_metrics(self.state.best_metrics)}"
         log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
-        log.info(f"  time          {self.log.ledger}")
+        self._log_summaries()
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
         if self.checkpoints.rank_files.used:
             log.info("                with checkpoints/rows/; python -m ddp.checkpoint.merge makes one file of them")
@@ -269,19 +269,21 @@ class Run:
         """Add to `error` what the user needs to know of the run, and record it."""
         if not isinstance(error, Stopped):  # a checkpoint in flight holds a good state, whatever has happened since
             self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
-            if self.checkpoints.mirror is not None and self.ctx.rank == 0:
-                self.checkpoints.mirror.finish(LAST_UPLOAD_TIMEOUT_S)
-                self.checkpoints.mirror.warn_if_behind()
+            for each in self.ctx.callbacks:
+                each.failed()
         if isinstance(error, Diverged):
             last = next(iter(self.checkpoints.directory.paths()), "none")
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
         self.ctx.monitor.add_saved_step(error)
         if self.log.metrics is not None:
-            self.checkpoints.ledger.record()
-            log.info(f"  time          {self.log.ledger}")
+            self._log_summaries()
         with suppress(Exception):  # a full disk, for example, must not hide the first error
             self.log.write_status(exit_code_of(error), one_line(error))
             self.log.close()
+
+    def _log_summaries(self) -> None:
+        for line in filter(None, [each.summary() for each in self.ctx.callbacks]):
+            log.info(f"  {line}")
 
     def hard_exit(self, code: int, message: str) -> None:
         """The process exits now, from a thread."""
@@ -325,9 +327,11 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     """
     ctx.check_same({**config.shared_options(), **hash_source_files()})
     run = Run(config, ctx, metric, trackers)
+    ctx.callbacks.extend(chain.from_iterable(callbacks(run) for callbacks in of_parts("callbacks")))
     if not config.evaluate:
         ctx.on_main(run.log.output_dir.open)
-        run.checkpoints.open_mirror()
+        for each in ctx.callbacks:
+            each.opened()
     process_exit.on_hard_exit = run.hard_exit
     ctx.on_failure.append(run.fail)
     try:
@@ -337,6 +341,6 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
             raise
         run.stop()
     run.checkpoints.wait()
-    if not config.evaluate:
-        run.checkpoints.finish_mirror()
+    for each in ctx.callbacks if not config.evaluate else ():
+        each.finish(None)
     ctx.on_main(run.succeed)

@@ -6,32 +6,26 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import profile, schedule
 from tqdm import tqdm
 
 from ddp.checkpoint.manager import CheckpointManager, TrainState
 from ddp.core.errors import ExitCode, plural
 from ddp.core.files import storage_errors, write_status
-from ddp.core.ledger import SaveCost
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import classes_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.training.flops import rates as more_rates
 from ddp.training.gpu_wait import GpuWait
 from ddp.training.output_dir import MetricLogger, OutputDir
-from ddp.training.rank_speeds import RankSpeeds
 from ddp.training.wrapping import model_name
 
 log = logging.getLogger(__name__)
 STATUS_INTERVAL_S, HEARTBEAT_S = 1.0, 5.0  # for status.json: with a line of metrics, and without
-FIRST_STEP, LAST_STEP = 10, 15  # of --profile, from the start or resume on: after the warm-up of caches and compilers
 
 
 class Moment(NamedTuple):
@@ -56,13 +50,12 @@ class RunLog:
 
     def __init__(self, config: RunConfig, ctx: DistContext, checkpoints: CheckpointManager, trackers: Any) -> None:
         self.config, self.ctx, self.trackers = config, ctx, trackers
-        self.state, self.mirror, self.checkpoints = checkpoints.train_state, checkpoints.mirror, checkpoints
-        self.ledger, self.save_cost = checkpoints.ledger, SaveCost()
+        self.state = checkpoints.train_state
+        self.phase = "start-up"  # until the first step; then productive, saving or evaluation
         self.output_dir = OutputDir(config)
         self.metrics: MetricLogger | None = None  # on rank 0
-        self.profiler: profile | None = None
         self.bar: tqdm | None = None
-        self.speeds, self.gpu_wait = RankSpeeds(ctx), GpuWait(ctx)
+        self.gpu_wait = GpuWait(ctx)
         self.loader: Any = None  # from start() on, as the next two lines
         self.resumed_from: str | None = None
         self.first_step, self.total_steps, self.steps_per_epoch, self.started = 0, 0, 0, 0.0
@@ -73,7 +66,6 @@ class RunLog:
     def start(self, loader: TrainLoader, resumed_from: str | None) -> None:
         """The run has its data and its progress: `state` is loaded."""
         self.loader, self.resumed_from = loader, resumed_from
-        self.speeds.start(self.state.step, loader.wait_s)
         state, self.first_step, self.started = self.state, self.state.step, time.perf_counter()
         epoch, last = state.epoch, self.config.epochs - 1
         self.steps_per_epoch = loader.steps_left(min(epoch, last))  # a sampler may have epochs of other lengths
@@ -88,8 +80,6 @@ class RunLog:
             self.output_dir.write_config()
             self.metrics = MetricLogger(self.config, self.state.step, self.trackers)
         self.write_status()
-        if self.config.profile:
-            self.profiler = start_profiler(path / "profile")
 
     def log_summary(self, model: torch.nn.Module, eval_loaders: Sequence[EvalLoader], peak_lr: float) -> None:
         """Print the model, the data, the processes, the steps, and where the run begins."""
@@ -131,36 +121,37 @@ class RunLog:
 
     def step(self) -> None:
         """An optimizer step was taken."""
-        self.save_cost.step(writing=not self.checkpoints.writer.done.is_set())
-        self.ledger.stepped_at = self.ledger.now()
         self.gpu_wait.step(time.perf_counter() - self.paused_s)
-        if self.ledger.part == "start-up":
-            self.ledger.enter("productive")
-            if line := self.ledger.recovery():
-                log.info(line)
+        if self.phase == "start-up":
+            self._enter("productive")
+        for each in self.ctx.callbacks:
+            each.stepped()
         if self.bar is not None:
             left = tqdm.format_interval(self._remaining_s() or 0)
             self.bar.set_postfix_str(f"{left} to the end of the run", refresh=False)
             self.bar.update()
-        if self.profiler is not None:
-            self.profiler.step()
 
     def close_bar(self) -> None:
         if self.bar is not None:
             self.bar.close()
 
-    def enter(self, part: str) -> None:
-        """Another part of the ledger begins. The start-up lasts until the first step was taken."""
-        if self.ledger.part != "start-up":
-            self.ledger.enter(part)
+    def enter(self, phase: str) -> None:
+        """Another phase begins. The start-up lasts until the first step was taken."""
+        if self.phase != "start-up":
+            self._enter(phase)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        for each in self.ctx.callbacks:
+            each.phase(phase)
 
     @contextmanager
-    def paused(self, part: str | None = None) -> Iterator[None]:
-        """The time of the block does not count as training, but as this part of the ledger."""
-        start, before = time.perf_counter(), self.ledger.enter(part or self.ledger.part)
+    def paused(self, phase: str | None = None) -> Iterator[None]:
+        """The time of the block does not count as training."""
+        start, before = time.perf_counter(), self.phase
+        self._enter(phase or before)
         yield
-        self.ledger.enter(before)
-        self.save_cost.pause(time.perf_counter() - start, save=part == "saving")
+        self._enter(before)
         self.paused_s += time.perf_counter() - start
 
     def _moment(self) -> Moment:
@@ -174,19 +165,20 @@ class RunLog:
 
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
-    def log_train(self, metrics: Mapping[str, float], lr: float, tokens: Any, *, on_console: bool) -> None:
+    def log_train(self, metrics: Mapping[str, float], lr: float, totals: Any, *, on_console: bool) -> None:
         """Log the steps since the last logged one. Short epochs and the end of each have only the epoch's line.
 
-        tokens: in these steps, on all ranks; None if they are not known.
+        totals: of these steps, on all ranks, as batch_totals has them.
         """
         state, first, shown = self.state, self.state.logged_step + 1, format_metrics(metrics)
         before, self.logged_moment = self.logged_moment, self._moment()
         rates = before.rates(self.logged_moment, self.loader.global_batch)
-        ours = tokens if first > self.first_step else None  # they may be those of steps before a resume
-        rates |= more_rates(self.ctx, rates["samples_per_s"], ours, self.logged_moment.clock - before.clock)
+        totals = totals if first > self.first_step else {}  # they may be those of steps before a resume
+        more = [each.figures(rates, totals, self.logged_moment.clock - before.clock) for each in self.ctx.callbacks]
         with self.paused():  # the first line starts TensorBoard
             about = {"first_step": first, "lr": lr, **rates, "memory_mb": memory_mb(self.ctx.device)}
-            about |= self.speeds.figures
+            for figures, _ in more:
+                about |= figures
             self._write(state.epoch + 1, state.step, "train", metrics, **about)
             if self.metrics is not None and (images := self.loader.example) is not None:  # what the model gets
                 self.loader.example = None
@@ -194,9 +186,7 @@ class RunLog:
         state.logged_step, self.last_train = state.step, f"train since step {first:,}  {shown}"
         if on_console:
             speed = f"lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
-            speed += f"  {rates['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in rates else ""
-            speed += f"  {rates['mfu']:.1%} MFU" if "mfu" in rates else ""
-            self._print(state.epoch + 1, state.step, f"train  {shown}", speed)
+            self._print(state.epoch + 1, state.step, f"train  {shown}", speed, *(text for _, text in more))
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
@@ -248,11 +238,6 @@ class RunLog:
     def flush(self) -> None:
         """Before a checkpoint, which must not be on disk without the lines that led to it. Raises StorageError."""
         if self.metrics is not None:
-            curves = {f"time/{part}": seconds for part, seconds in self.ledger.seconds.items()}
-            curves |= {f"save/{name}": value for name, value in self.save_cost.figures().items()}
-            self.metrics.to_tensorboard(
-                lambda writer: [writer.add_scalar(*curve, self.state.step) for curve in curves.items()]
-            )
             self.metrics.flush()
             self.write_status()
 
@@ -261,12 +246,6 @@ class RunLog:
         self.close_bar()
         if self.metrics is not None:
             self.metrics.close()
-
-    def stop_profiler(self) -> None:
-        if self.profiler is not None:
-            self.profiler.stop()
-            if self.state.step - self.first_step < FIRST_STEP - 1:
-                log.warning(f"warning: --profile: no trace, since the run ended before step {FIRST_STEP}")
 
     def write_status(
         self, exit_code: int | None = None, message: str = "", max_age_s: float = 0.0, *, done: bool = False
@@ -278,28 +257,12 @@ class RunLog:
         states: dict[int | None, str] = {None: "running", ExitCode.STOPPED: "stopped"}
         state = "done" if done else states.get(exit_code, "failed")
         progress = {"step": self.state.step, "epoch": self.state.epoch, "saved": process_exit.saved_step}
-        if self.mirror is not None:
-            progress["mirrored"] = self.mirror.step
         left = self._remaining_s() if state == "running" else None
-        figures = {"time": self.ledger.record(), "saving": self.save_cost.figures()}
-        about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message, **figures}
+        about = {"state": state, "exit_code": exit_code, **progress, "remaining_s": left, "message": message}
+        for each in self.ctx.callbacks:
+            about |= each.status()
         with storage_errors(self.output_dir.path / "status.json"):
             write_status(self.output_dir.path, **about)
-
-
-def start_profiler(folder: Path) -> profile:
-    """It writes a trace of a few steps of rank 0 to `folder`; chrome://tracing and ui.perfetto.dev show it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = folder / "trace.json"
-
-    def write(finished: profile) -> None:
-        finished.export_chrome_trace(str(trace))
-        log.info(f"profile of steps {FIRST_STEP} to {LAST_STEP}: {trace}")
-
-    window = schedule(skip_first=FIRST_STEP - 2, wait=0, warmup=1, active=LAST_STEP - FIRST_STEP + 1, repeat=1)
-    profiler = profile(schedule=window, on_trace_ready=write)
-    profiler.start()
-    return profiler
 
 
 def memory_mb(device: torch.device) -> float:

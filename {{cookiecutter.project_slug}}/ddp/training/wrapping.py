@@ -21,7 +21,6 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
-from ddp.training.flops import count_flops
 from ddp.training.loss_mean import LossMean as LossMean
 from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
@@ -89,10 +88,8 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     _report_unused_weights(wrapped, model)
     _refuse_unfrozen_weights(wrapped, model)
     _warn_of_frozen_norms(model, ctx)
-    # With these options, a forward pass waits for other ranks. A single one has no other to be compared with.
-    if ctx.world_size > 1 and not (config.shard or config.sync_bn or config.compile):
-        _time_forward(model, ctx)
-    count_flops(model, config, ctx, task)
+    for each in ctx.callbacks:
+        each.wrapped(model, task)
     return wrapped
 
 
@@ -134,15 +131,6 @@ def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx
 
     if with_buffers:
         ddp_model.register_forward_pre_hook(choose)
-
-
-def _time_forward(model: torch.nn.Module, ctx: DistContext) -> None:
-    """Measure how long the forward passes of training take on this rank alone: see ddp/training/rank_speeds.py."""
-    clock = ctx.work.forward
-    ctx.work.hooks += [
-        model.register_forward_pre_hook(lambda *_: clock.start() if torch.is_grad_enabled() else None),
-        model.register_forward_hook(lambda *_: clock.stop() if torch.is_grad_enabled() else None),
-    ]
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:

@@ -1,26 +1,33 @@
-"""Where the time of a run went, over all its restarts; and what a restart and a save cost."""
+"""Where the time of a run went, over all its restarts; and what the loss of a process has cost."""
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from ddp.core.callbacks import Callback
 from ddp.core.errors import ExitCode, plural
+from ddp.core.files import read_status
+from ddp.core.run_config import NOTICED_VARIABLE
+
+log = logging.getLogger(__name__)
 
 PARTS = ("productive", "data", "saving", "evaluation", "start-up", "repeated", "down")
 CLOCK_ERROR_S = 60.0  # between two machines
-NOTICED_VARIABLE = "DDP_NOTICED_AT"  # launch_node.sh sets it at a restart: when it noticed that a process was lost
 
 
-class Ledger:
+class Ledger(Callback):
     """Divides the time since the first start of a run into PARTS. One part lasts until the next is entered.
 
     Times are in seconds, moments since 1970. "data" is the time in which training waited for data, "repeated" that of
     steps that were lost with a process and computed again. In "down" no process of the run existed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Any = None) -> None:
+        self.run = run
         import psutil  # slow, and not needed to check a command line
 
         alone = hasattr(sys.modules["__main__"], "__file__")  # and not in a notebook, which may be hours old
@@ -31,6 +38,42 @@ class Ledger:
         self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `enter`
         self.waited_s: Callable[[], float] = lambda: 0.0  # for how long this process has waited for data
         self.lost_at, self.noticed_at, self.lost_steps = 0.0, 0.0, 0  # of the process that was lost before, if any
+
+    # ---- the moments of a run ---------------------------------------------------------------------------------------
+
+    def resumed(self, content: Mapping[str, Any]) -> None:
+        self.waited_s = lambda: self.run.train_loader.wait_s
+        folder = self.run.log.output_dir.path
+        status = read_status(folder) if self.run.ctx.rank == 0 else {}  # its ledger is the run's
+        own = content and Path(content["path"]).parent == self.run.log.output_dir.checkpoints
+        lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save
+        if own or lost:  # an earlier version has saved it as "time"
+            saved = content.get("callbacks", {}).get("Ledger") or content.get("time", {})
+            self.resume(saved, content.get("step", 0), status)
+
+    def phase(self, name: str) -> None:
+        self.enter(name)
+
+    def stepped(self) -> None:
+        self.stepped_at = self.now()
+        if self.lost_at:
+            log.info(self.recovery())
+            self.lost_at = 0.0
+
+    def saving(self) -> None:
+        add_scalars(self.run, {f"time/{part}": seconds for part, seconds in self.seconds.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.record()
+
+    def status(self) -> dict[str, Any]:
+        return {"time": self.record()}
+
+    def summary(self) -> str:
+        self.record()
+        return f"time          {self}"
+
+    # ---- the record -------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         return self.offset + time.perf_counter()
@@ -72,9 +115,7 @@ class Ledger:
         self.first_start = later["since"]
 
     def recovery(self) -> str:
-        """What the loss of a process has cost, once training continues; empty if none was lost."""
-        if not self.lost_at:
-            return ""
+        """What the loss of a process has cost, once training continues."""
         lost = time.strftime("%H:%M:%S", time.localtime(self.lost_at))
         noticed = f"noticed after {max(0.0, self.noticed_at - self.lost_at):.1f} s, " if self.noticed_at else ""
         again = f"{plural(self.lost_steps, 'step')} or a few more computed again"  # status.json may be 5 s old
@@ -89,37 +130,6 @@ class Ledger:
         return f"{length}: " + ", ".join(f"{share:.1f} % {part}" for part, share in shares.items() if share >= 0.05)
 
 
-class SaveCost:
-    """What the saves of this process cost: the pauses, and the speed of steps while a checkpoint is written."""
-
-    def __init__(self) -> None:
-        self.saves, self.pause_s = 0, 0.0
-        self.steps, self.step_s = {False: 0, True: 0}, {False: 0.0, True: 0.0}  # by whether one was being written
-        self.stepped_at: float | None = None  # None after a pause
-
-    def pause(self, seconds: float, *, save: bool) -> None:
-        """The training has paused, perhaps for a save."""
-        self.stepped_at = None
-        if save:
-            self.saves, self.pause_s = self.saves + 1, self.pause_s + seconds
-
-    def step(self, writing: bool) -> None:
-        """A step was taken. writing: whether a checkpoint is being written."""
-        now = time.perf_counter()
-        if self.stepped_at is not None:
-            self.steps[writing] += 1
-            self.step_s[writing] += now - self.stepped_at
-        self.stepped_at = now
-
-    def figures(self) -> dict[str, float]:
-        """Averages: the pause in ms; the seconds of writing, and the speed meanwhile, as a part of the usual one."""
-        if not self.saves:
-            return {}
-        found = {"saves": self.saves, "pause_ms": round(1000 * self.pause_s / self.saves, 1)}
-        if self.steps[True] and self.steps[False]:
-            during, usual = (self.steps[writing] / self.step_s[writing] for writing in (True, False))
-            found |= {
-                "write_s": round(self.step_s[True] / self.saves, 3),
-                "speed_while_written": round(during / usual, 3),
-            }
-        return found
+def add_scalars(run: Any, curves: Mapping[str, float]) -> None:
+    """Add a point to each of these curves in TensorBoard."""
+    run.to_tensorboard(lambda writer, step: [writer.add_scalar(*curve, step) for curve in curves.items()])

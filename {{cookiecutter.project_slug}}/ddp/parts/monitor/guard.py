@@ -1,6 +1,6 @@
-"""--guard N: compute the gradients of every N-th step twice, and compare them before they count."""
+"""Faults of processors and memories: compare the ranks at each save; with --guard N, compute some gradients twice."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -8,16 +8,34 @@ from typing import Any
 import torch
 
 from ddp.checkpoint.state import TrainState
+from ddp.core.callbacks import Callback, Compute
 from ddp.core.errors import Diverged, UsageError
-from ddp.distributed.replicas import bit_sum, bit_sums, rank_hosts
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.tensors import leaves, named_leaves
+from ddp.parts.monitor.replicas import bit_sum, bit_sums, check_replicas, rank_hosts
 from ddp.training.meter import Meter
 
-ComputeGradients = Callable[..., bool]
+
+class Guard(Callback):
+    """Raises Diverged on every rank if a fault has changed a bit."""
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.is_called = run, False
+
+    def wrap_compute(self, compute: Compute) -> Compute:
+        self.is_called = True
+        return twice(compute, self.run.state) if self.run.config.guard else compute
+
+    def stepped(self) -> None:
+        if self.run.config.guard and not self.is_called:
+            raise UsageError("--guard: main.py does not call run.checked(compute_gradients)")
+
+    def saving(self) -> None:
+        if self.run.config.guard != 0 and not self.run.config.shard:
+            check_replicas(self.run.checkpoints.state, self.run.ctx)
 
 
-def twice(compute_gradients: ComputeGradients, state: TrainState) -> ComputeGradients:
+def twice(compute_gradients: Compute, state: TrainState) -> Compute:
     """`compute_gradients` of main.py, but twice in every N-th step.
 
     Both times from the same weights, batches, seeds and buffers. It raises Diverged on every rank if a gradient of one

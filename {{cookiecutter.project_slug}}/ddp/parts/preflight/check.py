@@ -1,6 +1,7 @@
-"""The ranks' part of `launch_node.sh --check`: are all_reduce, all_gather and broadcast correct, and how fast are they?
+"""What the ranks do with `launch_node.sh --check`: print a table of the nodes, then try their collectives.
 
-Latency is that of four bytes. Bandwidth is what each process sends over its link: bus bandwidth, as in nccl-tests.
+Are all_reduce, all_gather and broadcast correct, and how fast are they? Latency is that of four bytes. Bandwidth is
+what each process sends over its link: bus bandwidth, as in nccl-tests.
 """
 
 import logging
@@ -16,6 +17,7 @@ from ddp.core.errors import SetupError, plural
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv
+from ddp.parts.preflight.nodes import compare_nodes
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 180.0  # a check should not take ten minutes
@@ -41,8 +43,9 @@ COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
 
 
 def check(config: RunConfig, env: RankEnv) -> None:
-    """Run the collectives of a training with these options. Raises WrongResult."""
+    """Compare the nodes, and run the collectives of a training with these options. Raises SetupError."""
     check_backend(config)
+    store = compare_nodes(config, env)
     with init_distributed(replace(config, timeout=min(config.timeout, TIMEOUT_S)), env) as ctx:
         log.info("\n%s on %s, %s", plural(ctx.world_size, "process", "es"), ctx.device.type, ctx.backend)
         if ctx.world_size > 1:
@@ -56,6 +59,7 @@ def check(config: RunConfig, env: RankEnv) -> None:
                 speed = share(ctx.world_size) * (size << 20) / seconds / 1e9
                 log.info("%-10s  %-6s  %7.3f ms  %.3f GB/s  (of %d MiB)", name, "right", latency, speed, size)
         log.info("\nall checks passed: run the same command without --check to train")
+    del store  # a FileStore deletes its file with the last one that is open
 
 
 def _check_result(name: str, collective: Collective, ctx: DistContext) -> None:

@@ -2,10 +2,12 @@
 
 import logging
 from statistics import median
+from typing import Any
 
 import torch
 
-from ddp.distributed.process_group import DistContext
+from ddp.core.callbacks import Callback
+from ddp.parts.monitor.stopwatch import stopwatch_of
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 30.0
@@ -14,19 +16,43 @@ SLOWER, OF_A_STEP = 1.2, 0.02  # than the others, and by this part of a step: le
 PARTS = ("waiting for data", "in the forward pass")
 
 
-class RankSpeeds:
+class RankSpeeds(Callback):
     """Compares what each rank does alone: waiting for data, and the forward pass. Shared twice a minute."""
 
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx, self.next_at = ctx, INTERVAL_S
+    def __init__(self, run: Any) -> None:
+        self.run, self.ctx, self.next_at = run, run.ctx, INTERVAL_S
+        self.forward, self.hooks = stopwatch_of(run.ctx.device), list[Any]()  # of the forward passes in training
         self.measured: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # when shared last; see `share`
-        self.slow_for = [0] * ctx.world_size  # periods in a row, by rank
+        self.slow_for = [0] * self.ctx.world_size  # periods in a row, by rank
         self.reported: dict[int, str] = {}  # the ranks that are slow, and in which part
-        self.figures: dict[str, float] = {}  # ms per step: of the median of the ranks, and of the slowest one
+        self.latest: dict[str, float] = {}  # ms per step: of the median of the ranks, and of the slowest one
+
+    def wrapped(self, model: Any, task: Any) -> None:
+        config = self.run.config
+        # With these options, a forward pass waits for other ranks. A single one has no other to be compared with.
+        if self.ctx.world_size > 1 and not (config.shard or config.sync_bn or config.compile):
+            start, stop = self.forward.start, self.forward.stop
+            self.hooks += [
+                model.register_forward_pre_hook(lambda *_: start() if torch.is_grad_enabled() else None),
+                model.register_forward_hook(lambda *_: stop() if torch.is_grad_enabled() else None),
+            ]
+
+    def started(self) -> None:
+        self.start(self.run.state.step, self.run.train_loader.wait_s)
+
+    def synced(self) -> None:
+        self.share(self.run.state.step, self.run.train_loader.wait_s)
+
+    def figures(self, *_: Any) -> tuple[dict[str, float], str]:
+        return self.latest, ""
+
+    def trained(self) -> None:
+        for hook in self.hooks:  # a model with hooks cannot be exported
+            hook.remove()
 
     def start(self, step: int, data_s: float) -> None:
         """Measure from here on. step: of the run; data_s: seconds in which this rank has waited for data."""
-        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.ctx.work.forward.total_s)
+        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.forward.total_s)
         self.next_at = self.ctx.stop_sync.trained_s + INTERVAL_S
 
     def share(self, step: int, data_s: float) -> None:
@@ -47,7 +73,7 @@ class RankSpeeds:
     def compare(self, times: list[list[float]], step_ms: float) -> None:
         """times: of each rank, ms per step in each of PARTS."""
         own = [sum(parts) for parts in times]
-        self.figures = {"rank_ms_median": round(median(own), 3), "rank_ms_slowest": round(max(own), 3)}
+        self.latest = {"rank_ms_median": round(median(own), 3), "rank_ms_slowest": round(max(own), 3)}
         slow: dict[int, str] = {}
         for rank, mine in enumerate(own):
             others = median(own[:rank] + own[rank + 1 :])

@@ -4,14 +4,14 @@ Chowdhery et al., PaLM, 2022, https://arxiv.org/abs/2204.02311, appendix B.
 """
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from ddp.core.run_config import RunConfig
-from ddp.distributed.process_group import DistContext
+from ddp.core.callbacks import Callback
 from ddp.distributed.seeds import keep_random_state
 from ddp.distributed.tensors import leaves, map_tensors
 
@@ -29,21 +29,6 @@ def peak_flops(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = (peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name) and "MIG" not in name)
     return next(known, None)
-
-
-def count_flops(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any) -> None:
-    """Learn how many FLOPs a sample takes: from model.py, or else from the first batch, on rank 0."""
-    ctx.work.models += 1
-    if hasattr(task, "flops_per_sample"):
-        ctx.work.flops_per_sample = float(task.flops_per_sample(model))
-    elif ctx.rank == 0 and peak_flops(ctx.device) and not (config.shard or config.compile or config.sync_bn):
-
-        def count(_: Any, arguments: Any, keywords: Any, outputs: Any) -> None:
-            hook.remove()
-            with suppress(Exception):  # what computes with values, and not with shapes alone
-                ctx.work.flops_per_sample = PASSES * flops_of(model, arguments, keywords)
-
-        hook = model.register_forward_hook(count, with_kwargs=True)
 
 
 def flops_of(model: torch.nn.Module, arguments: Any, keywords: Any) -> float:
@@ -66,11 +51,39 @@ def flops_of(model: torch.nn.Module, arguments: Any, keywords: Any) -> float:
     return counter.get_total_flops() / len(batch)
 
 
-def rates(ctx: DistContext, samples_per_s: float, tokens: Any, seconds: float) -> dict[str, float]:
-    """tokens_per_s and mfu, as far as they are known. tokens: of all ranks in `seconds`; None if not known."""
-    known = isinstance(tokens, int | float) or (isinstance(tokens, torch.Tensor) and tokens.numel() == 1)
-    found = {"tokens_per_s": round(float(tokens) / seconds, 1)} if known else {}
-    flops, peak = ctx.work.flops_per_sample, peak_flops(ctx.device)
-    if flops and peak and ctx.work.models == 1:
-        found["mfu"] = round(samples_per_s * flops / (ctx.world_size * peak), 4)
-    return found
+class Flops(Callback):
+    """Adds tokens_per_s and mfu to the figures of training, as far as they are known."""
+
+    def __init__(self, run: Any) -> None:
+        self.config, self.ctx = run.config, run.ctx
+        self.models = 0  # that were wrapped
+        self.per_sample: float | None = None  # of the forward and backward pass; on rank 0, None if it is not known
+
+    def wrapped(self, model: Any, task: Any) -> None:
+        """Learn how many FLOPs a sample takes: from model.py, or else from the first batch, on rank 0."""
+        self.models += 1
+        config = self.config
+        changes = config.shard or config.compile or config.sync_bn
+        if hasattr(task, "flops_per_sample"):
+            self.per_sample = float(task.flops_per_sample(model))
+        elif self.ctx.rank == 0 and peak_flops(self.ctx.device) and not changes:
+
+            def count(_: Any, arguments: Any, keywords: Any, outputs: Any) -> None:
+                hook.remove()
+                with suppress(Exception):  # what computes with values, and not with shapes alone
+                    self.per_sample = PASSES * flops_of(model, arguments, keywords)
+
+            hook = model.register_forward_hook(count, with_kwargs=True)
+
+    def figures(
+        self, rates: Mapping[str, float], totals: Mapping[str, Any], seconds: float
+    ) -> tuple[dict[str, float], str]:
+        tokens, found, shown = totals.get("tokens"), {}, ""
+        if isinstance(tokens, int | float) or (isinstance(tokens, torch.Tensor) and tokens.numel() == 1):
+            found["tokens_per_s"] = round(float(tokens) / seconds, 1)
+            shown = f"{found['tokens_per_s']:,.0f} tokens/s"
+        peak = peak_flops(self.ctx.device)
+        if self.per_sample and peak and self.models == 1:
+            found["mfu"] = round(rates["samples_per_s"] * self.per_sample / (self.ctx.world_size * peak), 4)
+            shown = "  ".join(filter(None, [shown, f"{found['mfu']:.1%} MFU"]))
+        return found, shown
