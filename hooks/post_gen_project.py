@@ -1,15 +1,20 @@
-"""Remove the launch scripts that were not chosen, make the shell scripts executable, and print the next commands.
+"""Remove the launch scripts and the parts that were not chosen, and print the next commands.
 
-Without this hook (`--accept-hooks no`) the project is complete: it has all launch scripts. The hook prints ASCII only,
-because some consoles cannot encode anything else.
+Without this hook (`--accept-hooks no`) the project is complete: it has all of them. In a folder that existed, no file
+that was there before is deleted or changed. The hook prints ASCII only, because some consoles cannot encode anything
+else.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 LAUNCHERS = "{{ cookiecutter.launchers|slugify }}"
+PARTS = ["{{ cookiecutter.__parts }}"]
+KNOWN_PARTS = ("mirror", "monitor", "preflight")
 
 # File -> the values of LAUNCHERS that keep it.
 KEPT_FOR = {
@@ -17,8 +22,12 @@ KEPT_FOR = {
     "launch/slurm.sbatch": ("all", "slurm"),
     "launch/kubernetes.yaml": ("all", "kubernetes"),
     "launch/trainjob.yaml": ("all", "kubernetes"),
-    "launch/skypilot.yaml": ("all", "skypilot"),
+    "launch/skypilot.yaml": ("all", "skypilot") if "mirror" in PARTS else (),
 }
+
+# What the owner of a file that was there before adds.
+LINES = {("parts.py", name): f'"{name}",' for name in KNOWN_PARTS}
+LINES["pyproject.toml", "mirror"] = '"fsspec>=2024.2", # part mirror'
 
 NEXT = """
 Your project is ready. Next:
@@ -29,14 +38,47 @@ Your project is ready. Next:
     tensorboard --logdir runs
 """
 
+# pre_gen_project.py has written it.
+LIST = Path(".files-before")
+BEFORE = set(LIST.read_text(encoding="utf-8").split("\n")) if LIST.exists() else set()
+STARTED_NS = LIST.stat().st_mtime_ns if LIST.exists() else 0
+LIST.unlink(missing_ok=True)
+
+# The lines of a part: in these files, they are marked so.
+MARKS = {"parts.py": '^    "{}",.*\n', "pyproject.toml": "^.* # part {}\n"}
+
+
+def remove(name: str) -> None:
+    """Delete a file or a folder, unless it was there before."""
+    if name not in BEFORE:
+        shutil.rmtree(name, ignore_errors=True)
+        with suppress(OSError):
+            Path(name).unlink()
+
+
 for name, kept_for in KEPT_FOR.items():
     if LAUNCHERS not in kept_for:
-        Path(name).unlink(missing_ok=True)
+        remove(name)
 with suppress(OSError):  # the folder is not empty
     Path("launch").rmdir()
+
+for name in set(KNOWN_PARTS).difference(PARTS):
+    for file in (f"ddp/parts/{name}", f"tests/test_part_{name}.py", f"docs/{name}.md"):
+        remove(file)
+to_add = []
+for file, mark in MARKS.items():
+    text = Path(file).read_text(encoding="utf-8")
+    if Path(file).stat().st_mtime_ns >= STARTED_NS:  # it was rendered now, with the lines of all parts
+        for name in set(KNOWN_PARTS).difference(PARTS):
+            text = re.sub(mark.format(name), "", text, flags=re.MULTILINE)
+        Path(file).write_bytes(text.encode())  # on Windows, write_text would change the newlines
+    to_add += [(file, name) for name in PARTS if name and not re.search(mark.format(name), text, re.MULTILINE)]
 
 for script in Path().rglob("*.sh"):
     mode = script.stat().st_mode
     script.chmod(mode | (mode & 0o444) >> 2)  # a zip file loses the run bits: set one for each read bit
 
-print(NEXT)
+if lines := [f"    {file}: {LINES[file, name]}" for file, name in to_add if (file, name) in LINES]:
+    print("\n".join(["These files were there before. Add to", *lines]))
+else:
+    print(NEXT)

@@ -1,19 +1,26 @@
-"""Refuse a project slug that cannot work, and an old cookiecutter: one line on stderr, before any file is written.
+"""Refuse a slug that cannot work, an unknown part, and an old cookiecutter: one line, before any file is written.
 
 Cookiecutter then removes the folder that it created. On stdout it adds "Stopping generation because ...", a traceback
 and "Hook script failed". A hook cannot prevent that.
 
-Cookiecutter replaces the braces below. Of the answers, only the slug is put into this code, and only in its normal form
-(a-z, 0-9 and hyphens), because the others may contain quotes and backslashes.
+Cookiecutter replaces the braces below. Of the answers, only the slug and the parts are put into this code, and only in
+their normal form (a-z, 0-9 and hyphens), because the others may contain quotes and backslashes.
+
+In a folder that exists, it lists the files that are there for post_gen_project.py, which deletes none of them.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 SLUG = "{{ cookiecutter.project_slug|slugify }}"
 RENDERS_PRIVATE = "{{ '{' not in cookiecutter.__spdx }}" == "True"
 NORMAL = "{{ cookiecutter.project_slug == cookiecutter.project_slug|slugify }}" == "True"
+
+PARTS = "{{ cookiecutter.parts|slugify }}"
+KNOWN_PARTS = ("mirror", "monitor", "preflight")
+LIST, FOLDERS = Path(".files-before"), ("launch", "ddp/parts", "tests", "docs")
 
 MAX_LENGTH = 100  # a file name may have 255 bytes, and a full path on Windows 260 characters
 EMPTY = "unnamed"  # cookiecutter.json replaces an empty slug by this
@@ -48,9 +55,12 @@ def refusal() -> str | None:
         return f"The project slug '{SLUG}' is a device name on Windows; type another, such as {SLUG}-training"
     if not NORMAL:  # only an edited replay file gets here
         return f"The project slug in the replay file must contain only a-z, 0-9 and hyphens; write '{SLUG}' there"
+    if PARTS not in ("", "none", "all") and (unknown := [name for name in PARTS.split("-") if name not in KNOWN_PARTS]):
+        return f"There is no part '{unknown[0]}'; type none, all, or names of {', '.join(KNOWN_PARTS)}"
     return None
 
 
 if message := refusal():
     print(message, file=sys.stderr)
     sys.exit(1)
+LIST.write_text("\n".join(path.as_posix() for folder in FOLDERS for path in Path(folder).glob("*")), encoding="utf-8")

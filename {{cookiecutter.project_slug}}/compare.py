@@ -1,6 +1,7 @@
 """How two runs differ, bit for bit: in their newest checkpoints and in metrics.jsonl. For rehearse.py and tests."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.state import digest
+from ddp.core.parts import of_parts
 from ddp.distributed.tensors import named_leaves
 
-RANK_SPEEDS = ("rank_ms_median", "rank_ms_slowest")
-SPEEDS = ("samples_per_s", "tokens_per_s", "mfu", "step_ms", "data_ms", "memory_mb", *RANK_SPEEDS)
+SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
 OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint
 
 

@@ -1,6 +1,7 @@
-"""The parts of this project, one line each: README.md says how to add one, and how to remove one."""
+"""The parts of this project: README.md says how to add one, and how to remove one."""
 
-PARTS = [
+PARTS: list[str] = [
+    # One name a line.
     "mirror",  # --mirror URL: a copy of the run, to resume on another machine; docs/mirror.md
     "monitor",  # where the time went, slow ranks, MFU; --guard, --profile; docs/monitor.md
     "preflight",  # launch_node.sh --check: compares the machines before a run; docs/preflight.md

@@ -5,6 +5,7 @@ Its __init__.py, which imports no torch, defines what of this the part has:
 Options            a dataclass of options of main.py, with check() and rehearse(), as RunConfig has them
 LaunchOptions      a dataclass of options of launch_node.sh, with script(): what the workers run in place of main.py
 callbacks(run)     its Callbacks for a run: see callbacks.py
+SPEEDS             names of figures in metrics.jsonl that differ between two equal runs
 """
 
 import json

@@ -6,6 +6,8 @@ from typing import Any
 from ddp.core.errors import UsageError
 from ddp.core.options import option
 
+SPEEDS = ("tokens_per_s", "mfu", "rank_ms_median", "rank_ms_slowest")  # in metrics.jsonl: two equal runs may differ
+
 
 @dataclass
 class Options:
