@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCHERS = "{{ cookiecutter.launchers|slugify }}"
-PARTS = ["{{ cookiecutter.__parts }}"]
+CHOSEN = "{{ cookiecutter.__parts }}"
+PARTS = CHOSEN.split("-")
 KNOWN_PARTS = ("mirror", "monitor", "preflight")
 
 # File -> the values of LAUNCHERS that keep it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -105,8 +106,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 def render(source: Path | str, out: Path, *, hooks: bool = True, force: bool = False, **answers: str) -> Path:
-    """Render the template with these answers, and the defaults for the other prompts. Returns the project's path."""
+    """Render the template with these answers, all parts, and the other defaults. Returns the project's path."""
     out.mkdir(exist_ok=True)
+    answers = {"parts": "all", **answers}
     made = cookiecutter(
         str(source),
         no_input=True,
@@ -346,16 +348,16 @@ def test_the_prompts_have_human_labels_and_take_what_is_typed(
     source: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "cookiecutter", source, "--output-dir", tmp_path / "out"]
-    done = run(*command, input='Say "hi" 🚀\n../Foo Bar\nJane {{ Doe }}\n3\n2\n', cwd=tmp_path, env=environment)
+    done = run(*command, input='Say "hi" 🚀\n../Foo Bar\nJane {{ Doe }}\n3\n2\n\n', cwd=tmp_path, env=environment)
     labels = json.loads((source / "cookiecutter.json").read_text(encoding="utf-8"))["__prompts__"]
-    asked = ["project_name", "project_slug", "full_name", "license", "launchers"]
+    asked = ["project_name", "project_slug", "full_name", "license", "launchers", "parts"]
     assert list(labels) == asked and list(labels["license"]) == ["__prompt__", *LICENSES]
     assert list(labels["launchers"]) == ["__prompt__", *LAUNCHERS]
     shown = [labels["project_name"], labels["project_slug"], labels["full_name"]]
-    shown += [*labels["license"].values(), *labels["launchers"].values()]
+    shown += [*labels["license"].values(), *labels["launchers"].values(), labels["parts"]]
     places = [done.stdout.find(label) for label in shown]
     assert -1 not in places and places == sorted(places), done.stdout
-    assert "[5/5]" in done.stdout and not any(variable in done.stdout for variable in asked[:3])
+    assert "[6/6]" in done.stdout and not any(variable in done.stdout for variable in asked[:3])
     assert os.listdir(tmp_path / "out") == ["foo-bar"]
     table = metadata(tmp_path / "out" / "foo-bar")
     assert table["description"].startswith('Say "hi" 🚀:') and table["license"] == "BSD-3-Clause"
@@ -450,6 +452,212 @@ def test_a_replay_file_from_before_the_prompt_asks_only_for_the_launchers(
     replay = [*command, "--replay-file", tmp_path / "older.json", "-o", tmp_path / "second"]
     run(*replay, input="2\n", env=environment)
     assert os.listdir(tmp_path / "second" / "older" / "launch") == ["slurm.sbatch"]
+
+
+# The parts
+
+PARTS = ("mirror", "monitor", "preflight")
+ALL = functools.partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
+OF_MIRROR = {"launch/skypilot.yaml"}  # which passes --mirror
+
+
+def files_of(part: str) -> set[str]:
+    """The files of a part, as README.md lists them."""
+    package = (REPOSITORY / TEMPLATE / "ddp" / "parts" / part).glob("*.py")
+    return {f"ddp/parts/{part}/{file.name}" for file in package} | {f"tests/test_part_{part}.py", f"docs/{part}.md"}
+
+
+@pytest.fixture(scope="module", params=["none", "mirror", ALL("monitor"), ALL("preflight"), " Mirror, PREFLIGHT"])
+def with_parts(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The names of some parts, and a project with these alone. Tests only read the project."""
+    names = [name for name in PARTS if name in request.param.lower()]
+    return names, render(source, tmp_path_factory.mktemp("parts"), parts=request.param)
+
+
+def test_only_the_chosen_parts_are_in_the_project(project: Path, with_parts: tuple[list[str], Path]) -> None:
+    names, other = with_parts
+    before, after = tree(project), tree(other)
+    absent = [name for name in PARTS if name not in names]
+    gone = set().union(*map(files_of, absent)) | (set() if "mirror" in names else OF_MIRROR)
+    assert set(before) - set(after) == gone and set(after) <= set(before)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"README.md", "parts.py"} | (set() if "mirror" in names else {"pyproject.toml"})
+    listed = run(sys.executable, "-c", "from parts import PARTS; print(*PARTS)", cwd=other).stdout.split()
+    assert listed == names
+
+
+MARKS = {  # words of the pages, the options and the code of a part
+    "mirror": r"--mirror|docs/mirror|MirrorCallback|fsspec",
+    "monitor": r"--guard|--profile|docs/monitor|MFU|tokens_per_s|rank_ms|[Ll]edger",
+    "preflight": r"--check\b(?! \.)|docs/preflight|all_gather  ",
+}
+
+
+def test_a_project_has_no_word_of_a_part_that_was_not_chosen(with_parts: tuple[list[str], Path]) -> None:
+    names, project = with_parts
+    for name in set(PARTS).difference(names):
+        for path in project.rglob("*"):
+            if path.is_file() and path.name not in ("LICENSE", ".pre-commit-config.yaml"):
+                found = re.findall(MARKS[name], path.read_text(encoding="utf-8"))
+                assert not found or path.name == "ci.yml", (path, found)
+
+
+def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: tuple[list[str], Path]) -> None:
+    names, project = with_parts
+    words = {"mirror": ["--mirror", "x"], "monitor": ["--profile"], "preflight": ["--check"]}
+    for name in set(PARTS).difference(names):
+        script = ["bash", "launch_node.sh"] if name == "preflight" else [sys.executable, "main.py"]
+        done = run(*script, *words[name], ok=False, cwd=project, env={**os.environ, "PYTHON": sys.executable})
+        parts = json.dumps({"parts": ",".join([*names, name])})
+        add = f"this project has no part {name}: add it with cruft update --variables-to-update '{parts}'"
+        assert (done.returncode, done.stderr) == (2, f"error: {words[name][0]}: {add}\n")
+        assert words[name][0] not in run(*script, "--help", cwd=project).stdout
+
+
+def test_the_linter_and_the_types_accept_a_project_with_any_parts(
+    with_parts: tuple[list[str], Path], environment: dict[str, str], tmp_path: Path
+) -> None:
+    names, project = with_parts
+    for command in (("check",), ("format", "--check")):
+        run(sys.executable, "-m", "ruff", *command, "--no-cache", ".", cwd=project, env=environment)
+    config = ["--config-file", REPOSITORY / "pyproject.toml", "--cache-dir", tmp_path / "mypy"]
+    run(sys.executable, "-m", "mypy", *config, ".", cwd=project, env=environment)
+    rules = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    for name in set(PARTS).difference(names):
+        rules = rules.replace(f'"ddp.parts.{name}"', "").replace(f'"ddp.parts.{name}.__main__ -> config"', "")
+    rules = re.sub(r"\[(, )+", "[", re.sub(r"(, )+\]", "]", re.sub(r"(, )+", ", ", rules)))
+    (tmp_path / "rules.toml").write_text(rules, encoding="utf-8")
+    linter = Path(sys.executable).with_name("lint-imports")
+    run(linter, "--no-cache", "--config", tmp_path / "rules.toml", cwd=project, env={**environment, "PYTHONPATH": "."})
+
+
+@pytest.mark.slow
+def test_a_project_passes_its_own_tests_with_these_parts(
+    with_parts: tuple[list[str], Path], environment: dict[str, str]
+) -> None:
+    copy = with_parts[1].with_name("tested")
+    shutil.copytree(with_parts[1], copy)
+    tested = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", **environment)
+    assert re.search(r"^\d+ passed(, \d+ skipped)? in ", tested, re.MULTILINE), tested
+
+
+@pytest.mark.slow
+@pytest.mark.sample(0)
+def test_a_project_passes_its_own_tests_when_all_parts_were_deleted_by_hand(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """As its README says."""
+    project = render(source, tmp_path)
+    for name in PARTS:
+        for file in files_of(name):
+            (project / file).unlink()
+        (project / "ddp" / "parts" / name).rmdir()
+        listed = (project / "parts.py").read_text(encoding="utf-8")
+        (project / "parts.py").write_text(re.sub(rf'^    "{name}",.*\n', "", listed, flags=re.MULTILINE))
+    run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=project, env=environment)
+    tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", **environment)
+    assert re.search(r"^\d+ passed(, \d+ skipped)? in ", tested, re.MULTILINE), tested
+
+
+@pytest.mark.parametrize(("parts", "named"), [("mirror,miror", "miror"), ("none mirror", "none"), ('"$(x)', "x")])
+def test_an_unknown_part_is_refused_in_one_line(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], parts: str, named: str
+) -> None:
+    with pytest.raises(FailedHookException):
+        render(source, tmp_path, parts=parts)
+    expected = f"There is no part '{named}'; type none, all, or names of mirror, monitor, preflight\n"
+    assert capfd.readouterr().err == expected and not list(tmp_path.iterdir())
+
+
+def test_skypilot_brings_the_part_that_it_needs(source: Path, tmp_path: Path) -> None:
+    project = render(source, tmp_path, parts="none", launchers="skypilot")
+    assert os.listdir(project / "launch") == ["skypilot.yaml"] and (project / "ddp" / "parts" / "mirror").exists()
+
+
+def test_generating_again_adds_a_part_and_changes_nothing_that_was_there(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """For a project without cruft: with -f -s. The lines that it needs in the owner's files are printed."""
+    project = render(source, tmp_path, parts="preflight")
+    for name in ("parts.py", "pyproject.toml", "main.py"):
+        with (project / name).open("a", encoding="utf-8") as file:
+            file.write("# OWNER\n")
+    (project / "docs" / "monitor.md").write_text("of the owner")
+    before = tree(project)
+    command = [sys.executable, "-m", "cookiecutter", "-f", "-s", "--no-input", source, "-o", tmp_path]
+    printed = run(*command, "parts=mirror", env=environment).stdout
+    assert printed == (
+        'These files were there before. Add to\n    parts.py: "mirror",\n'
+        '    pyproject.toml: "fsspec>=2024.2", # part mirror\n'
+    )
+    after = tree(project)
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == files_of("mirror") | OF_MIRROR
+
+
+@pytest.mark.slow
+def test_cruft_update_adds_a_part_and_removes_it_and_keeps_the_owners_edits(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    template = committed(source, tmp_path / "ddp-template", environment)
+    cruft = [sys.executable, "-m", "cruft"]
+    context = ["--extra-context", json.dumps({"parts": "monitor"})]
+    run(*cruft, "create", template, "--no-input", "--output-dir", tmp_path, *context, cwd=tmp_path, env=environment)
+    owner = tmp_path / "my-ddp-project"
+    run("git", "init", "--quiet", cwd=owner, env=environment)
+    owned = ("main.py", "model.py", "data.py", "config.py", "README.md", "pyproject.toml")
+    for name in owned:
+        with (owner / name).open("a", encoding="utf-8") as file:
+            file.write("\n# OWNER\n")
+    commit_all(owner, environment)
+    for parts in ("monitor,mirror", "mirror", "none"):
+        variables = ["--variables-to-update", json.dumps({"parts": parts})]
+        run(*cruft, "update", "--skip-apply-ask", *variables, cwd=owner, env=environment)
+        expected = tree(render(source, tmp_path / parts, parts=parts))
+        after = {name: each for name, each in tree(owner).items() if not name.startswith(".git/")}
+        assert set(after) == {*expected, ".cruft.json"}
+        for name in expected:
+            ending = b"\n# OWNER\n" if name in owned else b""
+            assert after[name][0] == expected[name][0] + ending, name
+        commit_all(owner, environment)
+
+
+@pytest.mark.slow
+def test_a_project_from_before_the_prompt_keeps_its_parts_with_parts_all(
+    source: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """CHANGELOG.md says so. It has no answer to the prompt: a plain update would take the default, none."""
+    older = shutil.copytree(source, tmp_path / "older")
+    path = older / "cookiecutter.json"
+    answers = json.loads(path.read_text(encoding="utf-8"))
+    del answers["parts"], answers["__prompts__"]["parts"]
+    answers["__parts"] = "-".join(PARTS)
+    path.write_text(json.dumps(answers), encoding="utf-8")
+    hook = older / "hooks" / "pre_gen_project.py"
+    hook.write_text(hook.read_text(encoding="utf-8").replace("{{ cookiecutter.parts|slugify }}", "all"))
+    template = committed(older, tmp_path / "ddp-template", environment)
+    cruft = [sys.executable, "-m", "cruft"]
+    run(*cruft, "create", template, "--no-input", "--output-dir", tmp_path, cwd=tmp_path, env=environment)
+    owner = tmp_path / "my-ddp-project"
+    run("git", "init", "--quiet", cwd=owner, env=environment)
+    commit_all(owner, environment)
+    for name in ("cookiecutter.json", "hooks/pre_gen_project.py"):
+        shutil.copy(source / name, template / name)
+    commit_all(template, environment)
+    variables = ["--variables-to-update", json.dumps({"parts": "all"})]
+    run(*cruft, "update", "--skip-apply-ask", *variables, cwd=owner, env=environment)
+    after = {name: each for name, each in tree(owner).items() if not name.startswith(".git/") and name != ".cruft.json"}
+    assert after == tree(render(source, tmp_path / "expected"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_written_with_all_parts_resumes_without_them(with_parts: Any, tmp_path: Path) -> None:
+    options = ["--dataset", "synthetic", "--device", "cpu", "--deterministic", "--output-dir", str(tmp_path / "out")]
+    options += ["--epochs", "1", "--max-steps"]
+    (tmp_path / "copy").mkdir()
+    parts = ["--guard", "2", "--profile", "--mirror", str(tmp_path / "copy")]
+    python(REPOSITORY / TEMPLATE, "main.py", *options, "3", *parts)
+    assert "resuming from" in python(with_parts[1], "main.py", *options, "5")
 
 
 # The output
@@ -672,7 +880,7 @@ def test_shell_scripts_can_be_run_when_rendered_from_a_zip(source: Path, tmp_pat
 def test_without_hooks_the_output_is_complete(
     source: Path, tmp_path: Path, project: Path, environment: dict[str, str]
 ) -> None:
-    command = [sys.executable, "-m", "cookiecutter", source, "--no-input", "--accept-hooks", "no"]
+    command = [sys.executable, "-m", "cookiecutter", source, "--no-input", "--accept-hooks", "no", "parts=all"]
     done = run(*command, "project_slug=../Foo Bar", "-o", "out", cwd=tmp_path, env=environment)
     assert done.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -681,6 +889,11 @@ def test_without_hooks_the_output_is_complete(
     assert tree(tmp_path / "out" / "my-ddp-project") == tree(project)
     slurm = render(source, tmp_path / "slurm", hooks=False, launchers="slurm")
     assert set(tree(slurm)) == set(tree(project))
+    none = render(source, tmp_path / "none", hooks=False, parts="none")
+    assert (
+        set(tree(none)) == set(tree(project))
+        and (none / "parts.py").read_bytes() == (project / "parts.py").read_bytes()
+    )
 
 
 # Other ways to render
@@ -739,7 +952,7 @@ def test_a_git_url_renders_the_same_project(
     work = committed(source, tmp_path / "work", environment)
     bare = tmp_path / "ddp-template.git"
     run("git", "clone", "--quiet", "--bare", work, bare, env=environment)
-    command = [sys.executable, "-m", "cookiecutter", bare.as_uri(), "--no-input", "-o", tmp_path / "out"]
+    command = [sys.executable, "-m", "cookiecutter", bare.as_uri(), "--no-input", "-o", tmp_path / "out", "parts=all"]
     run(*command, env=environment)
     assert tree(tmp_path / "out" / "my-ddp-project") == tree(project)
 
@@ -805,7 +1018,7 @@ def test_cruft_update_changes_the_launchers_and_keeps_the_owners_edits(
     variables = ["--variables-to-update", json.dumps({"launchers": second})]
     run(*cruft, "update", "--skip-apply-ask", *variables, cwd=owner, env=environment)
     after = {name: content for name, content in tree(owner).items() if not name.startswith(".git/")}
-    rendered = render(source, tmp_path / "expected", launchers=second)
+    rendered = render(source, tmp_path / "expected", launchers=second, parts="none")
     assert set(after) == {*tree(rendered), ".cruft.json", "launch/mine.sh"}
     owned = {"model.py", "README.md", "pyproject.toml"}
     assert {name: after[name] for name in tree(rendered) if name not in owned} == {

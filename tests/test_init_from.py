@@ -154,8 +154,9 @@ def test_what_cannot_be_used_is_refused_with_one_line(weights: dict[str, Tensor]
     path.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
     assert "holds no weights that torch can load safely" in refusal() and not (tmp_path / "executed").exists()
     train(1, *STILL, "--output-dir", tmp_path / "first")
-    damaged = bytearray(newest(tmp_path / "first").read_bytes())
-    damaged[len(damaged) // 2] ^= 1  # in the largest weight
+    saved = newest(tmp_path / "first")
+    damaged, weight = bytearray(saved.read_bytes()), checkpoint.read(saved)["model"]["fc1.weight"]
+    damaged[damaged.index(weight.numpy().tobytes())] ^= 1
     path.write_bytes(damaged)
     assert "cannot be used: its digest does not match" in refusal()
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial, partialmethod
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -449,11 +450,9 @@ def test_the_help_of_every_kind_of_option_may_contain_a_percent_sign() -> None:
 # ---- help -----------------------------------------------------------------------------------------------------------
 
 SECTIONS = ["data", "training", "speed", "run", "distributed"]
-OF_THE_TASK = vars(Config)["__annotations__"]
-# In each section, first the options of config.py, then those of every run, each in the order of their definition.
-IN_HELP = sorted(
-    OPTIONS.values(), key=lambda item: (SECTIONS.index(item.metadata["section"]), item.name not in OF_THE_TASK)
-)
+# In each section, the options of config.py, then those of every run, then those of parts, each as they are defined.
+DEPTH = {name: depth for depth, each in reversed([*enumerate(Config.__mro__)]) for name in get_annotations(each)}
+IN_HELP = sorted(OPTIONS.values(), key=lambda item: (SECTIONS.index(item.metadata["section"]), DEPTH[item.name]))
 
 
 @pytest.fixture

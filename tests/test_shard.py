@@ -15,10 +15,11 @@ from outputs import newest
 from template_copy import changed_main
 from torch import Tensor, nn
 
+import compare
 import data
 import main
 from config import Config
-from ddp.checkpoint import compare, storage
+from ddp.checkpoint import storage
 from ddp.checkpoint.reuse import init_weights
 from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.process_exit import translate_exception

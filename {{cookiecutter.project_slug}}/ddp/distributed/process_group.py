@@ -162,7 +162,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
         infos = exchange_rank_info(store, env, monitor, config.device != "cpu")
         if env.world_size > 1:
             monitor.thread.start()
-        if config.output_dir:  # not in --check
+        if config.output_dir:
             tell_launcher("output_dir", os.path.abspath(config.output_dir))
         start_rank_log(env.rank, env.world_size, config.output_dir)  # before NCCL prints how it connects
         own = infos[env.rank]

@@ -1,1 +1,1 @@
-"""How a process becomes a rank: launch(main, Config), --nproc, launch_node.sh --check. Imports core and distributed."""
+"""How a process becomes a rank: launch(main, Config), and --nproc. Imports core and distributed."""

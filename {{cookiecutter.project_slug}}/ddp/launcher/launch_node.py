@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from ddp.core.errors import (
 )
 from ddp.core.files import PROJECT_DIR, correct_status, read_status
 from ddp.core.host import available_cores
-from ddp.core.options import OptionParser, flag_of, option
+from ddp.core.options import OptionParser, option
 from ddp.core.parts import of_parts
 from ddp.core.process_exit import exit_process, process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
@@ -48,7 +48,7 @@ from ddp.core.run_config import (
     output_dirs,
 )
 from ddp.core.signals import SignalHandler, adopt_orphans, is_alive, kill_children, killed_by, send_signal
-from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, round_end, shared_facts, this_node
+from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, round_end, this_node
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
 FIRST_RESTART_INTERVAL_S, MAX_RESTART_INTERVAL_S = 1, 60
@@ -164,6 +164,7 @@ class NodeAgent(SignalHandler):
     def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
         super().__init__()
         self.options, self.config, self.main_options = options, config, main_options
+        self.is_training = options.trains and not config.evaluate
         self.folder = Path()  # of the files that the workers write
         self.stop, self.ended = threading.Event(), threading.Event()  # stop: asked by a signal
         self.error: BaseException | None = None  # of the thread, once it has ended
@@ -237,13 +238,9 @@ class NodeAgent(SignalHandler):
         kill_children()
         pids = self.pids | {int(text) for text in self._read("pid")}
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._is_training:  # otherwise status.json belongs to another run
+        if self.is_training:  # otherwise status.json belongs to another run
             for folder in output_dirs(self.config.output_dir):
                 correct_status(folder, pids, exit_code, message)
-
-    @property
-    def _is_training(self) -> bool:
-        return self.options.trains and not self.config.evaluate
 
     def _print(self, line: str) -> None:
         print_line(f"node {self.options.node_rank}: {line}" if self.options.max_nodes > 1 else line)
@@ -264,12 +261,7 @@ class NodeAgent(SignalHandler):
             check_process_count("--nproc-per-node", self.nproc)
             cores = max(1, available_cores() // self.nproc)  # torchrun's default is 1
             os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
-            shared: dict[str, Any] = {"--nnodes": options.nnodes, "--nproc-per-node": self.nproc}
-            of_others = (item.name for part in of_parts("LaunchOptions") for item in fields(part))
-            shared |= {flag_of(name): getattr(options, name) for name in of_others}
-            if options.trains:
-                shared |= {"--max-restarts": options.max_restarts, **shared_facts(self.config)}
-            self.rendezvous = NodeRendezvous(this_node(options.node_rank, shared), self)
+            self.rendezvous = NodeRendezvous(this_node(options, self.nproc, self.config), self)
             workers = [f"--nproc-per-node={self.nproc}", f"--log-dir={self.folder}"]
             run_torchrun(self.rendezvous, [*workers, str(PROJECT_DIR / options.script), *self.main_options])
         except BaseException as error:
@@ -297,7 +289,7 @@ class NodeAgent(SignalHandler):
         variables = {
             RESTARTS_VARIABLE: options.max_restarts > restarts,
             ELASTIC_VARIABLE: (options.min_nodes < options.max_nodes) * options.max_nodes * self.nproc,
-            RANK_LOGS_VARIABLE: self._is_training,
+            RANK_LOGS_VARIABLE: self.is_training,
             NOTICED_VARIABLE: self.noticed_at,
         }
         for name in variables:

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +30,8 @@ from ddp.core.errors import (
 )
 from ddp.core.files import hash_source_files
 from ddp.core.host import is_loopback
+from ddp.core.options import flag_of
+from ddp.core.parts import of_parts
 from ddp.core.run_config import RunConfig
 
 POLL_INTERVAL_S, BEAT_INTERVAL_S = 0.1, 0.5
@@ -89,9 +91,14 @@ class NodeRecord:
         return f"{self} and {other} do not agree: {first_few(found, limit=3)}. {remedy}" if found else ""
 
 
-def this_node(node_rank: int, shared: dict[str, Any]) -> NodeRecord:
-    """The record of this node, which has just started."""
-    return NodeRecord(node_rank, platform.node(), os.urandom(8).hex(), shared)
+def this_node(options: Any, nproc: int, config: RunConfig) -> NodeRecord:
+    """The record of this node, which has just started. options: the LaunchOptions."""
+    shared: dict[str, Any] = {"--nnodes": options.nnodes, "--nproc-per-node": nproc}
+    names = (item.name for part in of_parts("LaunchOptions") for item in fields(part))
+    shared |= {flag_of(name): getattr(options, name) for name in names}
+    if options.trains:  # what runs in place of main.py compares the rest itself
+        shared |= {"--max-restarts": options.max_restarts, **shared_facts(config)}
+    return NodeRecord(options.node_rank, platform.node(), os.urandom(8).hex(), shared)
 
 
 def shared_facts(config: RunConfig) -> dict[str, Any]:
