@@ -1,8 +1,8 @@
 """Remove the launch scripts and the parts that were not chosen, and print the next commands.
 
 Without this hook (`--accept-hooks no`) the project is complete: it has all of them. In a folder that existed, no file
-that was there before is deleted or changed. The hook prints ASCII only, because some consoles cannot encode anything
-else.
+that was there before is deleted, and with -s none is changed. The hook prints ASCII only, because some consoles cannot
+encode anything else.
 """
 
 from __future__ import annotations
@@ -39,22 +39,26 @@ Your project is ready. Next:
     tensorboard --logdir runs
 """
 
-# pre_gen_project.py has written it.
-LIST = Path(".files-before")
-BEFORE = set(LIST.read_text(encoding="utf-8").split("\n")) if LIST.exists() else set()
-STARTED_NS = LIST.stat().st_mtime_ns if LIST.exists() else 0
-LIST.unlink(missing_ok=True)
+# pre_gen_project.py has copied what was there.
+BACKUP, README = Path(".before"), Path("README.md")
+BEFORE = {path.relative_to(BACKUP).as_posix(): path.read_bytes() for path in BACKUP.rglob("*") if path.is_file()}
+if README.stat().st_mtime == 0:  # -s was given: keep all
+    for name, content in BEFORE.items():
+        Path(name).write_bytes(content)
+shutil.rmtree(BACKUP, ignore_errors=True)
 
 # The lines of a part: in these files, they are marked so.
 MARKS = {"parts.py": '^    "{}",.*\n', "pyproject.toml": "^.* # part {}\n"}
 
 
 def remove(name: str) -> None:
-    """Delete a file or a folder, unless it was there before."""
-    if name not in BEFORE:
-        shutil.rmtree(name, ignore_errors=True)
-        with suppress(OSError):
-            Path(name).unlink()
+    """Delete a file, or the files of a folder, but none that was there before."""
+    for path in [*Path(name).rglob("*"), Path(name)]:
+        if path.as_posix() not in BEFORE:
+            with suppress(OSError):  # a folder
+                path.unlink()
+    with suppress(OSError):  # the folder is not empty
+        Path(name).rmdir()
 
 
 for name, kept_for in KEPT_FOR.items():
@@ -68,11 +72,11 @@ for name in set(KNOWN_PARTS).difference(PARTS):
         remove(file)
 to_add = []
 for file, mark in MARKS.items():
-    text = Path(file).read_text(encoding="utf-8")
-    if Path(file).stat().st_mtime_ns >= STARTED_NS:  # it was rendered now, with the lines of all parts
+    text = Path(file).read_bytes().decode()  # read_text would change the newlines
+    if BEFORE.get(file) != text.encode():  # it was rendered now, with all parts
         for name in set(KNOWN_PARTS).difference(PARTS):
             text = re.sub(mark.format(name), "", text, flags=re.MULTILINE)
-        Path(file).write_bytes(text.encode())  # on Windows, write_text would change the newlines
+        Path(file).write_bytes(text.encode())
     to_add += [(file, name) for name in PARTS if name and not re.search(mark.format(name), text, re.MULTILINE)]
 
 for script in Path().rglob("*.sh"):

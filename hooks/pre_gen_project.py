@@ -6,11 +6,13 @@ and "Hook script failed". A hook cannot prevent that.
 Cookiecutter replaces the braces below. Of the answers, only the slug and the parts are put into this code, and only in
 their normal form (a-z, 0-9 and hyphens), because the others may contain quotes and backslashes.
 
-In a folder that exists, it lists the files that are there for post_gen_project.py, which deletes none of them.
+In a folder that exists, it copies the files that are there for post_gen_project.py.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +22,10 @@ NORMAL = "{{ cookiecutter.project_slug == cookiecutter.project_slug|slugify }}" 
 
 PARTS = "{{ cookiecutter.parts|slugify }}"
 KNOWN_PARTS = ("mirror", "monitor", "preflight")
-LIST, FOLDERS = Path(".files-before"), ("launch", "ddp/parts", "tests", "docs")
+BACKUP, README = Path(".before"), Path("README.md")
+# What the template may have, but no data and no runs.
+FOLDERS = ("ddp", "docs", "launch", "tests", ".github")
+FILES = ("*.py", "*.md", "*.sh", "*.toml", "LICENSE", "Dockerfile", ".*", *(f"{folder}/**/*" for folder in FOLDERS))
 
 MAX_LENGTH = 100  # a file name may have 255 bytes, and a full path on Windows 260 characters
 EMPTY = "unnamed"  # cookiecutter.json replaces an empty slug by this
@@ -60,7 +65,21 @@ def refusal() -> str | None:
     return None
 
 
+def back_up() -> None:
+    """Copy the files of a project that exists: post_gen_project.py deletes none of them, and with -s restores all.
+
+    cookiecutter's -s keeps only files that it renders: README.md shows whether it was given.
+    """
+    for path in (found for pattern in FILES for found in Path().glob(pattern)):
+        copy = BACKUP / path
+        if path.is_file() and not copy.exists() and BACKUP not in path.parents:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+    if README.exists():
+        os.utime(README, (0, 0))
+
+
 if message := refusal():
     print(message, file=sys.stderr)
     sys.exit(1)
-LIST.write_text("\n".join(path.as_posix() for folder in FOLDERS for path in Path(folder).glob("*")), encoding="utf-8")
+back_up()

@@ -427,11 +427,14 @@ def test_a_project_without_launch_scripts_passes_its_own_tests(
     assert re.search(r"^\d+ passed in ", tested, re.MULTILINE), tested
 
 
-def test_a_launch_folder_with_files_of_the_owner_stays(source: Path, tmp_path: Path) -> None:
+def test_generating_again_deletes_nothing_that_was_there(source: Path, tmp_path: Path) -> None:
     project = render(source, tmp_path)
     (project / "launch" / "mine.sh").write_text("mine")
-    render(source, tmp_path, force=True, launchers="launch_node.sh only")
-    assert os.listdir(project / "launch") == ["mine.sh"]
+    before = set(tree(project))
+    render(source, tmp_path, force=True, launchers="launch_node.sh only", parts="monitor")
+    assert set(tree(project)) == before
+    listed = run(sys.executable, "-c", "from parts import PARTS; print(*PARTS)", cwd=project).stdout.split()
+    assert listed == [*PARTS], "with their files"
 
 
 def test_an_answer_that_is_no_choice_is_refused(source: Path, tmp_path: Path) -> None:
@@ -495,7 +498,7 @@ MARKS = {  # words of the pages, the options and the code of a part
 
 def test_a_project_has_no_word_of_a_part_that_was_not_chosen(with_parts: tuple[list[str], Path]) -> None:
     names, project = with_parts
-    for name in set(PARTS).difference(names):
+    for name in sorted(set(PARTS).difference(names)):
         for path in project.rglob("*"):
             if path.is_file() and path.name not in ("LICENSE", ".pre-commit-config.yaml"):
                 found = re.findall(MARKS[name], path.read_text(encoding="utf-8"))

@@ -22,9 +22,10 @@ from outputs import newest
 from test_shard import Tied, options
 from test_storage import flipped, flips, mount, mounted
 
+import compare
 import main
 from config import Config
-from ddp.checkpoint import compare, merge, rank_files, storage
+from ddp.checkpoint import merge, rank_files, storage
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.rank_files import RankFiles
 from ddp.checkpoint.reuse import init_weights, load_checkpoint
@@ -34,6 +35,7 @@ from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
+from ddp.parts.mirror.callback import MirrorCallback
 from ddp.parts.mirror.mirror import Mirror
 from ddp.training.output_dir import OutputDir
 from ddp.training.run import Run
@@ -307,6 +309,8 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
         folder.mkdir(exist_ok=True)
         (folder / "checkpoints" / "rows").mkdir(parents=True, exist_ok=True)  # as on two machines, each with such a run
         config = options("--shard", "--output-dir", str(folder), *more)
+        if config.mirror:
+            ctx.callbacks.append(MirrorCallback(SimpleNamespace(config=config, ctx=ctx)))
         files = RankFiles(config, ctx, CheckpointDirectory(config))
         files.open()
         ctx.gather(None)

@@ -645,6 +645,17 @@ def test_files_and_functions_are_short() -> None:
                 assert (node.end_lineno or 0) - node.lineno < 50, f"{path.name}: {node.name}"
 
 
+def test_the_context_knows_the_step_that_is_computed(small: None, tmp_path: Path) -> None:
+    """docs/state.md says so. After advance(), the run has taken one more."""
+
+    def compare(run: Any) -> None:
+        assert run.ctx.work.step == run.state.step - 1
+
+    options = ["--dataset", "synthetic", "--batch-size", 16, "--output-dir", tmp_path]
+    train(1, *options, "--max-steps", 2, after_step=compare)
+    train(1, *options, "--max-steps", 4, after_step=compare)
+
+
 def test_the_train_loader_computes_the_global_batch(small: None) -> None:
     import data
 

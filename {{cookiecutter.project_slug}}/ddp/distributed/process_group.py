@@ -41,6 +41,13 @@ NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
 _groups: list[Any] = []
 
 
+@dataclass
+class Work:
+    """What this rank trains."""
+
+    step: int = 0  # optimizer steps that the run has taken, also before it was resumed
+
+
 @dataclass(frozen=True)
 class DistContext:
     """This process among the others. Control traffic goes over gloo in host memory, so it never waits for a GPU."""
@@ -58,6 +65,7 @@ class DistContext:
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
     on_failure: list[Callable[[BaseException], None]]
     hosts: list[str]  # the name of each rank's machine
+    work: Work = field(default_factory=Work)
     callbacks: list[Callback] = field(default_factory=list)  # of the parts, once a run is open
 
     def on_main(self, action: Callable[..., Result], *arguments: Any) -> Result:

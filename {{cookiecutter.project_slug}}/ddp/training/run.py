@@ -173,6 +173,7 @@ class Run:
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
             seed_step(self.config.seed, state.step, self.ctx.rank)
+            self.ctx.work.step = state.step
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
             for schedule in self.schedules:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
