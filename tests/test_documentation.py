@@ -237,7 +237,7 @@ def test_the_readme_names_the_launch_scripts_that_are_generated(launchers: str, 
     project = Path(cookiecutter(str(REPOSITORY), no_input=True, extra_context=answers, output_dir=str(tmp_path)))
     assert dead_links(pages_of(project)) == []
     text = (project / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= (180 if parts == "none" else 190)
+    assert text.count("\n") <= 190
     scripts = {path.relative_to(project).as_posix() for path in project.glob("launch/*")}
     assert {name.rstrip(".") for name in re.findall(r"\blaunch/\w[\w.]*", text)} == scripts
     assert bool(re.search(r"\blaunch/", text)) == bool(scripts)
