@@ -470,7 +470,7 @@ def files_of(part: str) -> set[str]:
     return {f"ddp/parts/{part}/{file.name}" for file in package} | {f"tests/test_part_{part}.py", f"docs/{part}.md"}
 
 
-@pytest.fixture(scope="module", params=["none", "mirror", ALL("monitor"), ALL("preflight"), " Mirror, PREFLIGHT"])
+@pytest.fixture(scope="module", params=["none", ALL("mirror"), ALL("monitor"), ALL("preflight"), " Mirror, PREFLIGHT"])
 def with_parts(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The names of some parts, and a project with these alone. Tests only read the project."""
     names = [name for name in PARTS if name in request.param.lower()]
@@ -535,12 +535,13 @@ def test_the_linter_and_the_types_accept_a_project_with_any_parts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", ["none", *map(ALL, PARTS)])
 def test_a_project_passes_its_own_tests_with_these_parts(
-    with_parts: tuple[list[str], Path], environment: dict[str, str]
+    source: Path, tmp_path: Path, environment: dict[str, str], parts: str
 ) -> None:
-    copy = with_parts[1].with_name("tested")
-    shutil.copytree(with_parts[1], copy)
-    tested = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", **environment)
+    """With all of them, the template folder passes its own."""
+    project = render(source, tmp_path, parts=parts)
+    tested = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", **environment)
     assert re.search(r"^\d+ passed(, \d+ skipped)? in ", tested, re.MULTILINE), tested
 
 
