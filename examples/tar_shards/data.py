@@ -24,8 +24,8 @@ from ddp.core.errors import SetupError
 from ddp.core.files import atomic_write
 from ddp.core.rank_logs import progress
 from ddp.data.dataset import Datasets
-from ddp.data.file_list import FileList
 from ddp.distributed.seeds import derive_seed
+from file_list import FileList
 from image_files import ImageFiles, read_square
 from images import ImageDataset, ImageTransforms
 
