@@ -37,7 +37,7 @@ class NodesDiffer(SetupError, on_every_rank=True):
 
 @dataclass
 class NodeFacts:
-    """A line of the table. disk: free GB. clock: seconds since 1970. shared: what must be equal on all nodes."""
+    """A line of the table. disk: free GB. clock: seconds since 1970, when node 0 has asked. shared: must be equal."""
 
     node: int
     host: str
@@ -63,12 +63,12 @@ class NodeFacts:
             node,
             platform.node(),
             _with_interface(own_address(host_of_0, 1) or "?"),
-            socket.gethostbyname(host_of_0) if node else "?",
+            str(socket.getaddrinfo(host_of_0, None)[0][4][0]) if node else "?",
             platform.python_version(),
             gpus,
             disk,
             data_status(config),
-            time.time(),
+            0.0,
             shared_facts(config),
         )
 
@@ -92,8 +92,11 @@ def compare_nodes(config: RunConfig, env: RankEnv) -> dist.Store:
     if not env.local_rank:
         own = NodeFacts.collect(node, config)
         if node:
+            store.get("asked")  # waits: node 0 compares the clocks at once
+            own.clock = time.time()
             store.set(f"facts/{node}", json.dumps(asdict(own)))
         else:
+            store.set("asked", "")
             store.set("problem", compare([own, *_receive(store)]))
     if problem := store.get("problem").decode():
         if not env.local_rank and env.rank:
