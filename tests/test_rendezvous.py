@@ -585,8 +585,8 @@ def test_a_signal_while_node_0_waits_stops_all_that_have_joined(name: str, port:
         Program([*command, rank, "--", "--output-dir", tmp_path], {"PYTHONDONTWRITEBYTECODE": "1"}) for rank in (0, 1)
     ]
     assert nodes[0].until("waiting for node").startswith("node 0: waiting for node")
-    launcher = psutil.Process(nodes[1].process.pid)
-    while not any(each.status == psutil.CONN_ESTABLISHED for each in launcher.net_connections()):
+    connected = (nodes[1].process.pid, psutil.CONN_ESTABLISHED)
+    while connected not in [(each.pid, each.status) for each in psutil.net_connections("tcp")]:
         time.sleep(0.1)
     time.sleep(1)  # node 1 has registered
     nodes[0].signal(getattr(signal, name))
