@@ -43,8 +43,10 @@ Your project is ready. Next:
 BACKUP, README = Path(".before"), Path("README.md")
 BEFORE = {path.relative_to(BACKUP).as_posix(): path.read_bytes() for path in BACKUP.rglob("*") if path.is_file()}
 if README.stat().st_mtime == 0:  # -s was given: keep all
-    for name, content in BEFORE.items():
-        Path(name).write_bytes(content)
+    for name in BEFORE:
+        shutil.copy2(BACKUP / name, name)
+    if "README.md" not in BEFORE:
+        README.unlink()
 shutil.rmtree(BACKUP, ignore_errors=True)
 
 # The lines of a part: in these files, they are marked so.

@@ -62,6 +62,8 @@ def refusal() -> str | None:
         return f"The project slug in the replay file must contain only a-z, 0-9 and hyphens; write '{SLUG}' there"
     if PARTS not in ("", "none", "all") and (unknown := [name for name in PARTS.split("-") if name not in KNOWN_PARTS]):
         return f"There is no part '{unknown[0]}'; type none, all, or names of {', '.join(KNOWN_PARTS)}"
+    if BACKUP.exists():  # newer files would be replaced by those
+        return "An interrupted run has left .before with your files: move back what it has replaced, and delete .before"
     return None
 
 
@@ -72,10 +74,11 @@ def back_up() -> None:
     """
     for path in (found for pattern in FILES for found in Path().glob(pattern)):
         copy = BACKUP / path
-        if path.is_file() and not copy.exists() and BACKUP not in path.parents:
+        if path.is_file():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)
-    if README.exists():
+    if BACKUP.exists():
+        README.touch()
         os.utime(README, (0, 0))
 
 

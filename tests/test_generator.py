@@ -512,7 +512,8 @@ def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: t
         script = ["bash", "launch_node.sh"] if name == "preflight" else [sys.executable, "main.py"]
         done = run(*script, *words[name], ok=False, cwd=project, env={**os.environ, "PYTHON": sys.executable})
         parts = json.dumps({"parts": ",".join([*names, name])})
-        add = f"this project has no part {name}: add it with cruft update --variables-to-update '{parts}'"
+        add = f"this project has no part {name}: add it with cruft update -y --variables-to-update '{parts}'"
+        add += "; without cruft, see Parts in README.md"
         assert (done.returncode, done.stderr) == (2, f"error: {words[name][0]}: {add}\n")
         assert words[name][0] not in run(*script, "--help", cwd=project).stdout
 
@@ -587,6 +588,8 @@ def test_generating_again_adds_a_part_and_changes_nothing_that_was_there(
         with (project / name).open("a", encoding="utf-8") as file:
             file.write("# OWNER\n")
     (project / "docs" / "monitor.md").write_text("of the owner")
+    (project / "README.md").rename(project / "README.rst")
+    (project / "model.py").chmod(0o755)
     before = tree(project)
     command = [sys.executable, "-m", "cookiecutter", "-f", "-s", "--no-input", source, "-o", tmp_path]
     printed = run(*command, "parts=mirror", env=environment).stdout
@@ -597,6 +600,10 @@ def test_generating_again_adds_a_part_and_changes_nothing_that_was_there(
     after = tree(project)
     assert {name: after[name] for name in before} == before
     assert set(after) - set(before) == files_of("mirror") | OF_MIRROR
+    (project / ".before").mkdir()  # as an interrupted run leaves it
+    done = run(*command, "parts=mirror", ok=False, env=environment)
+    assert done.returncode == 1 and done.stderr.startswith("An interrupted run has left .before with your files: ")
+    assert {name: each for name, each in tree(project).items() if name in before} == before
 
 
 @pytest.mark.slow

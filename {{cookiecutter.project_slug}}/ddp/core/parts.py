@@ -30,4 +30,5 @@ def missing_part(option: str) -> str:
     if part is None or part in PARTS:
         return ""
     parts = json.dumps({"parts": ",".join([*PARTS, part])})
-    return f"this project has no part {part}: add it with cruft update --variables-to-update '{parts}'"
+    add = f"add it with cruft update -y --variables-to-update '{parts}'"
+    return f"this project has no part {part}: {add}; without cruft, see Parts in README.md"
