@@ -253,7 +253,7 @@ def test_the_benchmark_of_recovery_measures_each_kind_of_loss() -> None:
     machines.require()
     output = run("recovery.py", "--quick")
     rows = cells_of(output)
-    kinds = ["one of two processes", "torchrun on one of two machines", "one of two machines"]
+    kinds = ["one of two processes", "the process of one of two machines", "one of two machines"]
     assert [re.split(r"[,(]", row[0])[0].strip() for row in rows] == kinds, output
     assert all(0 < float(row[2].split()[0]) < 300 for row in rows), output
 

@@ -26,7 +26,7 @@ def losses(output_dir: Path) -> list[float]:
     return [line["loss"] for line in lines(output_dir, "train")]
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
