@@ -431,6 +431,19 @@ def test_the_stacks_of_all_threads_and_of_an_error(capsys: pytest.CaptureFixture
     assert said.count("in test_the_stacks_of_all_threads_and_of_an_error") == 2, "where it was raised, and now"
 
 
+def test_stacks_are_printed_even_if_no_file_can_be_opened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called while a run ends: an error would replace the exit code, or end the thread that has to exit."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    dump_stacks(0)
+    assert "in test_stacks_are_printed_even_if_no_file_can_be_opened" in capsys.readouterr().err
+
+
 def test_a_gather_may_have_other_tensors_on_another_rank() -> None:
     def gather(ctx: Any) -> Report:
         dist.gather(torch.zeros(2), [torch.zeros(2), torch.zeros(2)] if ctx.rank == 0 else None)

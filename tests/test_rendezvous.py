@@ -163,13 +163,18 @@ RECORD = {"node_rank": 1, "host": "gpu2", "launcher": "1", "shared": {}}
         "", "hello", "[1]", "7", "null", "9" * 10_000, "[" * 100_000, '{"node_rank": 1}',
         json.dumps({**RECORD, "node_rank": True}), json.dumps({**RECORD, "node_rank": 1.0}),
         json.dumps({**RECORD, "node_rank": [1]}), json.dumps({**RECORD, "shared": []}),
-        json.dumps({**RECORD, "last": {"code": 1}}), json.dumps({**RECORD, "new": 1}),
+        json.dumps({**RECORD, "last": {"code": 1}}),
     ],
 )  # fmt: skip
 def test_what_is_no_record_of_a_node_is_ignored(text: str) -> None:
     """A process of another version, or of another program, may have written it."""
     with pytest.raises(ValueError, match="not a node"):
         NodeRecord.from_json(text)
+
+
+def test_a_node_of_another_version_is_known_and_may_be_named() -> None:
+    record = NodeRecord.from_json(json.dumps({**RECORD, "facts": {}, "new": 1}))
+    assert (record.node_rank, record.host) == (1, "gpu2")
 
 
 @fault(27, 42)

@@ -148,9 +148,9 @@ def file_arguments(path: str) -> list[str]:
     if not isinstance(options, dict):
         raise UsageError("needs names and values of options")
     if isinstance(of_run := options.get("options"), dict):  # config.json of a run
-        unset = {name: default for name, (default, _) in REMOVED.items()}
-        left_out = {*OF_ONE_PROCESS, *(name for name in unset if of_run.get(name) == unset[name])}
-        options = {name: value for name, value in of_run.items() if name not in left_out}
+        options = {name: value for name, value in of_run.items() if name not in OF_ONE_PROCESS}
+    unset = {name: default for name, (default, _) in REMOVED.items()}
+    options = {name: value for name, value in options.items() if name not in unset or value != unset[name]}
     words = []
     for name, value in options.items():
         if name == "config":

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -56,11 +57,20 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
 
 def dump_stacks(rank: int, error: BaseException | None = None) -> None:
     """Print the stacks of all threads of this process on stderr. `error`: what the main thread has raised before."""
-    with TemporaryFile("w+") as file:  # stderr may have no file descriptor of its own
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        lines = [f"the stacks of rank {rank}:", *format_tb(error.__traceback__ if error else None), file.read()]
+    lines = [f"the stacks of rank {rank}:", *format_tb(error.__traceback__ if error else None), *_all_stacks()]
     print_line("\n".join(map(str.rstrip, lines)), rank)
+
+
+def _all_stacks() -> list[str]:
+    """Those of all threads; of the main thread alone if no file can be written. It must not raise."""
+    try:  # in memory where the system can: the temporary directory may be gone or full
+        memory = partial(os.fdopen, os.memfd_create("stacks")) if hasattr(os, "memfd_create") else TemporaryFile
+        with memory("w+") as file:  # stderr may have no file descriptor of its own
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return [file.read()]
+    except OSError:
+        return StackSummary.from_list(main_stack()).format()
 
 
 def _since_main(stack: Iterable[FrameSummary]) -> Iterable[FrameSummary]:

@@ -77,7 +77,8 @@ class NodeRecord:
     def from_json(cls, text: str) -> "NodeRecord":
         """Raises ValueError for anything that another program has written."""
         with suppress(ValueError, TypeError, AttributeError, RecursionError):
-            record = cls(**json.loads(text))
+            known = {item.name for item in fields(cls)}  # another version of this project may send more
+            record = cls(**{name: value for name, value in json.loads(text).items() if name in known})
             record.last = RoundEnd(**record.last) if isinstance(record.last, dict) else None
             if type(record.node_rank) is int and isinstance(record.shared, dict):
                 return record

@@ -328,7 +328,7 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     """
     ctx.check_same({**config.shared_options(), **hash_source_files()})
     run = Run(config, ctx, metric, trackers)
-    ctx.callbacks.extend(chain.from_iterable(callbacks(run) for callbacks in of_parts("callbacks")))
+    ctx.callbacks[:] = chain.from_iterable(callbacks(run) for callbacks in of_parts("callbacks"))
     if not config.evaluate:
         ctx.on_main(run.log.output_dir.open)
         for each in ctx.callbacks:

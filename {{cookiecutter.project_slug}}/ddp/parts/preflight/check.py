@@ -44,8 +44,8 @@ COLLECTIVES: dict[str, tuple[Collective, Callable[[int], float]]] = {
 
 def check(config: RunConfig, env: RankEnv) -> None:
     """Compare the nodes, and run the collectives of a training with these options. Raises SetupError."""
+    store = compare_nodes(config, env)  # first: it shows why a node may lack the backend
     check_backend(config)
-    store = compare_nodes(config, env)
     with init_distributed(replace(config, timeout=min(config.timeout, TIMEOUT_S)), env) as ctx:
         log.info("\n%s on %s, %s", plural(ctx.world_size, "process", "es"), ctx.device.type, ctx.backend)
         if ctx.world_size > 1:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class NodeFacts:
 
 def compare_nodes(config: RunConfig, env: RankEnv) -> dist.Store:
     """Print a table of all nodes. Raises NodesDiffer if they would not run the same training. Call on every rank."""
-    store, node = create_store(env, TIMEOUT_S), int(os.environ.get("GROUP_RANK", 0))
+    store, node = create_store(env, 2 * TIMEOUT_S), int(os.environ.get("GROUP_RANK", 0))
     if not env.local_rank:
         own = NodeFacts.collect(node, config)
         if node:
@@ -97,7 +97,9 @@ def compare_nodes(config: RunConfig, env: RankEnv) -> dist.Store:
             store.set(f"facts/{node}", json.dumps(asdict(own)))
         else:
             store.set("asked", "")
-            store.set("problem", compare([own, *_receive(store)]))
+            facts, missing = _receive(store)
+            silent = f"{numbered('node', missing)} sent no facts within {TIMEOUT_S:g} s" if missing else ""
+            store.set("problem", compare([own, *facts]) or silent)
     if problem := store.get("problem").decode():
         if not env.local_rank and env.rank:
             print_line(f"error: {problem}")  # rank 0 prints it on node 0
@@ -105,19 +107,18 @@ def compare_nodes(config: RunConfig, env: RankEnv) -> dist.Store:
     return store
 
 
-def _receive(store: dist.Store) -> Iterator[NodeFacts]:
-    """The facts of the other nodes. Raises SetupError if they do not come."""
-    end = time.monotonic() + TIMEOUT_S
+def _receive(store: dist.Store) -> tuple[list[NodeFacts], list[int]]:
+    """The facts of the other nodes, and which nodes have sent none."""
+    end, found = time.monotonic() + TIMEOUT_S, []
     missing = [*range(1, int(os.environ.get("GROUP_WORLD_SIZE", 1)))]
-    while missing:
+    while missing and time.monotonic() < end:
         for node in [each for each in missing if store.check([f"facts/{each}"])]:
             facts = NodeFacts(**json.loads(store.get(f"facts/{node}")))
             facts.offset = facts.clock - time.time()
             missing.remove(node)
-            yield facts
-        if time.monotonic() > end:
-            raise SetupError(f"{numbered('node', missing)} sent no facts within {TIMEOUT_S:g} s")
+            found.append(facts)
         time.sleep(POLL_INTERVAL_S)
+    return found, missing
 
 
 def compare(nodes: list[NodeFacts]) -> str:
