@@ -108,7 +108,7 @@ def connect(port: int) -> socket.socket:
     while True:
         try:
             return socket.create_connection(("127.0.0.1", port), 10)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # node 0 first tries whether the port is free
             assert time.monotonic() < end
             time.sleep(0.02)
 
