@@ -15,7 +15,7 @@ from pathlib import Path
 LAUNCHERS = "{{ cookiecutter.launchers|slugify }}"
 CHOSEN = "{{ cookiecutter.__parts }}"
 PARTS = CHOSEN.split("-")
-KNOWN_PARTS = ("mirror", "monitor", "preflight")
+KNOWN_PARTS = ("fsdp", "mirror", "monitor", "preflight")
 
 # File -> the values of LAUNCHERS that keep it.
 KEPT_FOR = {

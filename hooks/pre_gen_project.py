@@ -21,7 +21,7 @@ RENDERS_PRIVATE = "{{ '{' not in cookiecutter.__spdx }}" == "True"
 NORMAL = "{{ cookiecutter.project_slug == cookiecutter.project_slug|slugify }}" == "True"
 
 PARTS = "{{ cookiecutter.parts|slugify }}"
-KNOWN_PARTS = ("mirror", "monitor", "preflight")
+KNOWN_PARTS = ("fsdp", "mirror", "monitor", "preflight")
 BACKUP, README = Path(".before"), Path("README.md")
 # What the template may have, but no data and no runs.
 FOLDERS = ("ddp", "docs", "launch", "tests", ".github")

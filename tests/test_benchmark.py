@@ -20,7 +20,6 @@ from benchmark_report import (
     NO_TERMS,
     ONE,
     PARALLEL,
-    SHARDED,
     STRONG,
     WEAK,
     Row,
@@ -42,7 +41,7 @@ from config import Config
 from ddp.core.options import option
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import Datasets
-from ddp.distributed.process_group import DistContext
+from ddp.distributed.process_group import DistContext, Work
 from ddp.training.wrapping import autocast
 from processes import on_ranks
 
@@ -151,7 +150,7 @@ def test_a_replica_of_data_parallel_computes_in_the_precision_that_was_asked_for
 
     It turns autocast on, but does not pass its dtype on, so the thread has the default, on a GPU fp16.
     """
-    ctx = SimpleNamespace(device=torch.device("cpu"))
+    ctx = SimpleNamespace(device=torch.device("cpu"), work=Work())
     config = Config.parse(["--precision", precision])
     model, outputs = nn.Linear(2, 2), []
 
@@ -236,9 +235,9 @@ def test_shard_is_measured_next_to_ddp_with_its_memory(tmp_path: Path, capsys: p
 
     for rows in on_ranks(2, measure):
         found = [(row.kind, row.memory_mb) for row in rows]
-        assert found == [(SHARDED, 2.0), (WEAK, 4.0), (NO_SYNC, 6.0), (DATA, 8.0), (STRONG, 10.0)]
+        assert found == [("--shard", 2.0), (WEAK, 4.0), (NO_SYNC, 6.0), (DATA, 8.0), (STRONG, 10.0)]
 
-    rows = [Row(SHARDED, 2, 8, 100.0, 20.0), Row(WEAK, 2, 8, 150.0, 40.0), Row(NO_SYNC, 2, 8, 200.0, 40.0)]
+    rows = [Row("--shard", 2, 8, 100.0, 20.0), Row(WEAK, 2, 8, 150.0, 40.0), Row(NO_SYNC, 2, 8, 200.0, 40.0)]
     benchmark.show(Config.parse(["--device", "cpu", "--shard"]), tmp_path, "a title", rows)
     text = capsys.readouterr().out
     memory = memory_table(summarize(rows))
@@ -247,7 +246,7 @@ def test_shard_is_measured_next_to_ddp_with_its_memory(tmp_path: Path, capsys: p
         "--shard, 2 processes 20 MB",
         "DDP, 2 processes, weak 40 MB",
     ]
-    assert [(row["kind"], row["memory_mb"]) for row in rows_of(tmp_path)][:2] == [(SHARDED, "20.0"), (WEAK, "40.0")]
+    assert [(row["kind"], row["memory_mb"]) for row in rows_of(tmp_path)][:2] == [("--shard", "20.0"), (WEAK, "40.0")]
 
 
 def test_one_process_does_not_communicate() -> None:

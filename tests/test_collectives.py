@@ -125,8 +125,8 @@ def test_a_barrier_on_rank_0_only(edited: Callable[..., Edited]) -> None:
 @fault(37)
 def test_a_collective_in_the_loss_of_an_evaluation(edited: Callable[..., Edited]) -> None:
     """The ranks have different numbers of batches, so one of them waits for the others in the loss."""
-    loss = "            loss = task.compute_loss(outputs, targets, config)\n        if eval_loader.counts"
-    in_it = loss.replace("\n        if", "\n            torch.distributed.all_reduce(loss)\n        if")
+    loss = "            loss = task.compute_loss(outputs, targets, config)\n        meter.add"
+    in_it = loss.replace("\n        meter", "\n            torch.distributed.all_reduce(loss)\n        meter")
     main = edited(loss, in_it)
     verdict, again = verdicts(main.run(2, 1, "--warn-after", 1.5, "--timeout", 600))
     called = (

@@ -459,7 +459,7 @@ def test_a_replay_file_from_before_the_prompt_asks_only_for_the_launchers(
 
 # The parts
 
-PARTS = ("mirror", "monitor", "preflight")
+PARTS = ("fsdp", "mirror", "monitor", "preflight")
 ALL = functools.partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
 OF_MIRROR = {"launch/skypilot.yaml"}  # which passes --mirror
 
@@ -470,7 +470,9 @@ def files_of(part: str) -> set[str]:
     return {f"ddp/parts/{part}/{file.name}" for file in package} | {f"tests/test_part_{part}.py", f"docs/{part}.md"}
 
 
-@pytest.fixture(scope="module", params=["none", ALL("mirror"), ALL("monitor"), ALL("preflight"), " Mirror, PREFLIGHT"])
+@pytest.fixture(
+    scope="module", params=["none", ALL("fsdp"), ALL("mirror"), ALL("monitor"), ALL("preflight"), " Mirror, PREFLIGHT"]
+)
 def with_parts(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The names of some parts, and a project with these alone. Tests only read the project."""
     names = [name for name in PARTS if name in request.param.lower()]
@@ -490,6 +492,7 @@ def test_only_the_chosen_parts_are_in_the_project(project: Path, with_parts: tup
 
 
 MARKS = {  # words of the pages, the options and the code of a part
+    "fsdp": r"--shard|checkpoint-activations|docs/fsdp|fully_shard|FSDP2",
     "mirror": r"--mirror|docs/mirror|MirrorCallback|fsspec",
     "monitor": r"--guard|--profile|docs/monitor|MFU|tokens_per_s|rank_ms|[Ll]edger",
     "preflight": r"--check\b(?! \.)|docs/preflight|all_gather  ",
@@ -507,7 +510,7 @@ def test_a_project_has_no_word_of_a_part_that_was_not_chosen(with_parts: tuple[l
 
 def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: tuple[list[str], Path]) -> None:
     names, project = with_parts
-    words = {"mirror": ["--mirror", "x"], "monitor": ["--profile"], "preflight": ["--check"]}
+    words = {"fsdp": ["--shard"], "mirror": ["--mirror", "x"], "monitor": ["--profile"], "preflight": ["--check"]}
     for name in set(PARTS).difference(names):
         script = ["bash", "launch_node.sh"] if name == "preflight" else [sys.executable, "main.py"]
         done = run(*script, *words[name], ok=False, cwd=project, env={**os.environ, "PYTHON": sys.executable})
@@ -570,7 +573,7 @@ def test_an_unknown_part_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(FailedHookException):
         render(source, tmp_path, parts=parts)
-    expected = f"There is no part '{named}'; type none, all, or names of mirror, monitor, preflight\n"
+    expected = f"There is no part '{named}'; type none, all, or names of fsdp, mirror, monitor, preflight\n"
     assert capfd.readouterr().err == expected and not list(tmp_path.iterdir())
 
 

@@ -296,7 +296,6 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--mirror=", ["--mirror", "path"]),
     ("--guard -1", ["--guard", "'-1'", "must be an integer >= 0"]),
     ("--guard 2", ["--guard needs --deterministic"]),
-    ("--guard 2 --deterministic --shard", ["--guard with --shard", "remove one of them"]),
     ("--log-every 0", ["--log-every", "'0'", "must be an integer >= 1"]),
     ("--seed -1", ["--seed", "'-1'", "an integer >= 0 and <= 4294967295"]),
     ("--seed 4294967296", ["--seed", "'4294967296'", "an integer >= 0 and <= 4294967295"]),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +26,19 @@ from test_storage import flipped, flips, mount, mounted
 import compare
 import main
 from config import Config
-from ddp.checkpoint import merge, rank_files, storage
+from ddp.checkpoint import storage
+from ddp.checkpoint.archive import write
 from ddp.checkpoint.manager import CheckpointManager
-from ddp.checkpoint.rank_files import RankFiles
 from ddp.checkpoint.reuse import init_weights, load_checkpoint
 from ddp.checkpoint.state import snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint
 from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import local
+from ddp.distributed.shards import local, whole, whole_tree
+from ddp.parts.fsdp import merge, rank_files
+from ddp.parts.fsdp.rank_files import RankFiles
+from ddp.parts.fsdp.rows_folder import RowsFolder, folder_of
 from ddp.parts.mirror.callback import MirrorCallback
 from ddp.parts.mirror.mirror import Mirror
 from ddp.training.output_dir import OutputDir
@@ -50,7 +54,7 @@ GIVEN = ("--dataset=synthetic", "--device=cpu", "--batch-size", 8, "--log-every"
 def listed(path: Path) -> list[Path]:
     """The files that a checkpoint lists, by rank."""
     names = torch.load(path, weights_only=True)["rows"]
-    return [storage.rows_folder(path, names) / name for name in names]
+    return [folder_of(path, names) / name for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +87,7 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     assert files == listed(output / "best.pt") and [re.findall(r"rank_(\d)", file.name) for file in files] == [
         *(["0"], ["1"], ["2"])
     ]
-    parts, whole = [torch.load(file, weights_only=True) for file in files], storage.read(path)
+    parts, whole = [torch.load(file, weights_only=True) for file in files], whole_tree(storage.read(path))
     first = ("model", next(iter(whole["model"])))
     assert parts[0].keys() == parts[2].keys() and {keys[0] for keys in parts[0]} == {"model", "optimizer"}
     assert torch.equal(torch.cat([part[first] for part in parts]), whole["model"][first[1]])
@@ -99,7 +103,7 @@ def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained:
     # One file; the run goes on from it, and deletes what a save has left that was interrupted, and nothing else.
     (rows / "step_00000003-rank_0-0badcafe.pt").write_bytes(b"of a save that was interrupted")
     (rows / f"half{TMP_PATTERN[1:]}").write_bytes(b"")
-    command = [sys.executable, "-m", "ddp.checkpoint.merge", path]
+    command = [sys.executable, "-m", "ddp.parts.fsdp.merge", path]
     done = subprocess.run([*command, tmp_path / "one.pt"], cwd=PROJECT_DIR, capture_output=True, text=True)
     assert done.returncode == 0 and re.fullmatch(rf"{tmp_path}/one.pt has everything: [\d.]+ MB\n", done.stdout), done
     one = torch.load(tmp_path / "one.pt", weights_only=True)
@@ -127,7 +131,7 @@ def test_merge_refuses_in_one_line_what_it_cannot_read(trained: Path, tmp_path: 
         merge.main([str(newest(trained)), str(alone)])
     assert [*tmp_path.iterdir()] == [alone]
     done = subprocess.run(
-        [sys.executable, "-m", "ddp.checkpoint.merge", tmp_path / "no.pt", tmp_path / "new.pt"],
+        [sys.executable, "-m", "ddp.parts.fsdp.merge", tmp_path / "no.pt", tmp_path / "new.pt"],
         cwd=PROJECT_DIR,
         capture_output=True,
         text=True,
@@ -146,7 +150,7 @@ def test_damage_to_a_file_of_a_rank_or_to_the_list_is_noticed(trained: Path, tmp
     for path in files:
         for place, value in flips(path.stat().st_size, 60):
             with flipped(path, place, value), pytest.raises(InvalidCheckpoint, match=re.escape(str(path))):
-                storage.read(last, join=False)
+                storage.read(last)
     assert storage.read(last)["step"] == 6, "every byte was restored"
     # Good files, but not those that this checkpoint was written with; then one that is gone, or cut off.
     rank = files[2].read_bytes()
@@ -167,7 +171,7 @@ def test_a_kill_between_the_files_and_the_list_leaves_the_checkpoint_before(
     write = CheckpointDirectory.write
 
     def killed(self: CheckpointDirectory, content: dict[str, Any], *, best: bool) -> None:
-        assert len([*self.rows.glob(f"step_{content['step']:08d}-*.pt")]) == 3
+        assert len([*(self.path / "rows").glob(f"step_{content['step']:08d}-*.pt")]) == 3
         if content["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, content, best=best)
@@ -192,14 +196,14 @@ def test_a_kill_between_the_files_and_the_list_leaves_the_checkpoint_before(
 def test_a_rank_that_is_lost_while_it_writes_does_not_keep_the_others_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_rows = CheckpointDirectory.write_rows
+    write_rows = RowsFolder.write
 
-    def killed(self: CheckpointDirectory, step: int, rank: int, rows: Any) -> tuple[str, str]:
+    def killed(self: RowsFolder, step: int, rank: int, rows: Any) -> tuple[str, str]:
         if (step, rank) == (4, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return write_rows(self, step, rank, rows)
 
-    monkeypatch.setattr(CheckpointDirectory, "write_rows", killed)
+    monkeypatch.setattr(RowsFolder, "write", killed)
     ranks = start(3, *GIVEN, tmp_path, "--checkpoint-every", 2, "--max-steps", 8)
     os.waitid(os.P_PID, ranks.pids[1], os.WEXITED | os.WNOWAIT)
     lost = time.monotonic()
@@ -214,9 +218,9 @@ def test_a_save_in_flight_is_completed_if_a_rank_fails_that_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lost a DataLoader worker, for example, which has the same exit code as a lost rank."""
-    write_rows = CheckpointDirectory.write_rows
+    write_rows = RowsFolder.write
 
-    def write_slowly(self: CheckpointDirectory, step: int, rank: int, rows: Any) -> tuple[str, str]:
+    def write_slowly(self: RowsFolder, step: int, rank: int, rows: Any) -> tuple[str, str]:
         time.sleep(6 * (rank == 2))  # longer than lost ranks have to respond
         return write_rows(self, step, rank, rows)
 
@@ -224,7 +228,7 @@ def test_a_save_in_flight_is_completed_if_a_rank_fails_that_is_not_lost(
         if run.ctx.rank == 1 and run.state.step == 3:
             raise PeerLost("a DataLoader worker was killed")
 
-    monkeypatch.setattr(CheckpointDirectory, "write_rows", write_slowly)
+    monkeypatch.setattr(RowsFolder, "write", write_slowly)
     ranks = start(3, *GIVEN, tmp_path, "--checkpoint-every", 2, "--max-steps", 8, after_step=fail)
     assert ranks.wait() == [8, 8, 8], ranks.output()
     assert storage.read(newest(tmp_path))["step"] == 2
@@ -263,18 +267,18 @@ def test_a_weight_may_be_called_rows(tmp_path: Path) -> None:
 @fault(7)
 def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its disk is full; or its rows alone are no longer finite."""
-    write_rows, disk = CheckpointDirectory.write_rows, tmp_path / "disk"
+    write_rows, disk = RowsFolder.write, tmp_path / "disk"
     disk.mkdir()
 
-    def write_there(self: CheckpointDirectory, step: int, rank: int, rows: Any) -> tuple[str, str]:
+    def write_there(self: RowsFolder, step: int, rank: int, rows: Any) -> tuple[str, str]:
         if (step, rank) == (4, 2):
-            self.rows = disk
+            self.path = disk
         return write_rows(self, step, rank, rows)
 
     given = ("--checkpoint-every", 2, "--max-steps", 8)
     with mounted(disk), monkeypatch.context() as patch:
         mount("-t", "tmpfs", "-o", "size=8k", "tmpfs", disk)
-        patch.setattr(CheckpointDirectory, "write_rows", write_there)
+        patch.setattr(RowsFolder, "write", write_there)
         ranks = start(3, *GIVEN, tmp_path / "full", *given)
         assert ranks.wait() == [7, 7, 7], ranks.output()
         assert not [*disk.iterdir()]
@@ -309,10 +313,12 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
         folder.mkdir(exist_ok=True)
         (folder / "checkpoints" / "rows").mkdir(parents=True, exist_ok=True)  # as on two machines, each with such a run
         config = options("--shard", "--output-dir", str(folder), *more)
+        run = SimpleNamespace(config=config, ctx=ctx, checkpoints=CheckpointManager(config, ctx))
         if config.mirror:
-            ctx.callbacks.append(MirrorCallback(SimpleNamespace(config=config, ctx=ctx)))
-        files = RankFiles(config, ctx, CheckpointDirectory(config))
-        files.open()
+            ctx.callbacks.append(MirrorCallback(run))
+        ctx.work.sharded = True
+        files = RankFiles(run)
+        files.started()
         ctx.gather(None)
         assert not [*(folder / "checkpoints" / "rows").iterdir()]
         return files.used
@@ -325,34 +331,44 @@ def test_rank_0_collects_the_rows_where_not_all_ranks_see_its_folder_and_for_a_m
     config = options("--shard", "--output-dir", str(tmp_path / "ours"), *mirror)
     (tmp_path / "ours" / "checkpoints" / "rows" / "step_00000002-rank_0-0badcafe.pt").write_bytes(b"")
     with pytest.raises(
-        UsageError, match=r"--mirror keeps no parts of files, such as \S+/ours/checkpoints/rows \(--shard\): choose"
+        UsageError, match=r"--mirror keeps no parts of files, such as \S+/ours/checkpoints/rows: choose"
     ):
         Mirror(config).open()
 
 
-def test_tied_weights_and_tensors_that_are_not_split_are_copied_as_they_are() -> None:
+def test_tied_weights_and_tensors_that_are_not_split_are_copied_as_they_are(tmp_path: Path) -> None:
+    config = options("--device=cpu", "--shard", "--output-dir", str(tmp_path))
+    path = tmp_path / "checkpoints" / "step_00000001.pt"
+    (path.parent / "rows").mkdir(parents=True)
+
     def copied(ctx: DistContext) -> Any:
         torch.manual_seed(0)
         model = Tied()
-        whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        wrap_model(model, options("--device=cpu", "--shard"), ctx)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        wrap_model(model, config, ctx)
         state = {"model": model.state_dict(), "sum": model.layers[0].weight.detach().sum(), "steps": torch.ones(1)}
-        rows: Any = {}
-        copy, _ = snapshot(state, ctx.streams, keep=ctx.rank == 0, rows=rows)
+        files = RankFiles(SimpleNamespace(config=config, ctx=ctx, checkpoints=CheckpointManager(config, ctx)))
+        files.used = True
+        rest, write_rows = files.split({**state, "format": storage.FORMAT, "step": 1})
+        copy, _ = snapshot(rest, ctx.streams, keep=ctx.rank == 0)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(1)
-        everyone = ctx.gather({keys: tensor.clone() for keys, tensor in rows.items()})
-        assert rows["model", "head.weight"] is rows["model", "embedding.weight"]
-        assert storage.size_of(rows) == sum({id(part): part.nbytes for part in rows.values()}.values())
-        if ctx.rank:
-            return copy["steps"].numel()
-        assert copy["model"]["head.weight"].is_meta and copy["sum"] == whole["layers.0.weight"].sum()
-        joined = storage.join_rows(copy, {keys: [each[keys] for each in everyone] for keys in rows})
-        assert all(torch.equal(joined["model"][name], whole[name]) for name in whole)
+        written = write_rows() if write_rows is not None else {}
+        if ctx.rank == 0:
+            assert copy["model"]["head.weight"].is_meta and copy["sum"] == before["layers.0.weight"].sum()
+            write(path, {**copy, **written})
+            rows = torch.load(listed(path)[0], weights_only=True)
+            assert rows["model", "head.weight"].data_ptr() == rows["model", "embedding.weight"].data_ptr()
+            saved = whole_tree(storage.read(path))["model"]
+            assert all(torch.equal(saved[name], before[name]) for name in before)
+            assert saved["head.weight"] is saved["embedding.weight"]
         return copy["steps"].numel()
 
     assert on_ranks(3, copied, "--device=cpu") == [1, 0, 0]
+
+
+rows_of = cache(RowsFolder)
 
 
 @pytest.fixture
@@ -368,15 +384,17 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> CheckpointDirec
 
 def save(directory: CheckpointDirectory, *steps: int, best: int = 0) -> list[int]:
     """Save `steps`, and return those of which there are rows."""
+    folder = rows_of(directory)
     for step in steps:
-        files = dict(directory.write_rows(step, rank, {("model", "w"): torch.full([3], step)}) for rank in range(2))
+        files = dict(folder.write(step, rank, {("model", "w"): torch.full([3], step)}) for rank in range(2))
         content = {"format": storage.FORMAT, "step": step, "model": {"w": torch.empty(6, device="meta")}}
         directory.write({**content, "rows": files}, best=step == best)
-    return sorted({int(path.name[5:13]) for path in directory.rows.iterdir()})
+        folder.delete_unlisted()
+    return sorted({int(path.name[5:13]) for path in folder.path.iterdir()})
 
 
 def weights_in(path: Path) -> list[int]:
-    return storage.read(path)["model"]["w"].tolist()
+    return whole(storage.read(path)["model"]["w"]).tolist()
 
 
 @pytest.mark.parametrize("directory", ["run", "checkpoints"], indirect=True)
@@ -410,7 +428,7 @@ def test_rows_that_no_file_lists_are_deleted_whatever_else_is_in_the_folders(
     (output / ".#main.py").symlink_to("someone@here.1234")
     (output / "latest.pt").symlink_to("checkpoints/step_00000002.pt")
     assert save(directory, 1, 2, 3, best=1) == [1, 2, 3] and weights_in(output / "latest.pt") == [2] * 6
-    directory.write_rows(7, 0, {("model", "w"): torch.ones(3)})  # and the process was killed
+    rows_of(directory).write(7, 0, {("model", "w"): torch.ones(3)})  # and the process was killed
     damaged = directory.path_of(3).read_bytes()
     directory.path_of(3).write_bytes(damaged[:100])
     assert save(CheckpointDirectory(directory.config), 4) == [1, 2, 3, 4], "a list may be readable again later"
@@ -438,7 +456,7 @@ def test_no_rows_are_deleted_as_long_as_something_that_may_list_them_cannot_be_r
     else:
         path.symlink_to(disk if name == "keep" else copy)
         disk.rename(tmp_path / "away")
-    directory.write_rows(9, 0, {("model", "w"): torch.ones(3)})
+    rows_of(directory).write(9, 0, {("model", "w"): torch.ones(3)})
     assert save(directory, 2, 3, 4) == [1, 2, 3, 4, 9]
     (line,) = caplog.messages
     assert re.match(rf"warning: {path} .*; \S+ keeps old files meanwhile, because it may list them", line), line
@@ -472,7 +490,7 @@ def test_checkpoints_that_are_moved_copied_or_linked_keep_their_rows(
     moved = Path(shutil.copytree(directory.path, tmp_path / "old"))
     directory.path.unlink()
     directory.path.mkdir()
-    directory.rows.mkdir()
+    rows_of(directory).path.mkdir()
     new = CheckpointDirectory(directory.config)
     assert save(new, 1, 2, 3, 4, 5, best=1) == [1, 4, 5]
     assert weights_in(moved / "step_00000006.pt") == [6] * 6
@@ -483,7 +501,7 @@ def test_rows_that_may_belong_to_another_run_are_not_deleted(directory: Checkpoi
     """Somebody has copied the files that list them, and linked the folder."""
     save(directory, 1, 2)
     shutil.copytree(directory.path, tmp_path / "copy" / "checkpoints", ignore=shutil.ignore_patterns("rows"))
-    (tmp_path / "copy" / "checkpoints" / "rows").symlink_to(directory.rows.resolve())
+    (tmp_path / "copy" / "checkpoints" / "rows").symlink_to(rows_of(directory).path.resolve())
     config = options("--output-dir", str(tmp_path / "copy"))
     with pytest.raises(UsageError, match=r"copy/checkpoints/rows is a link, and this run would delete"):
         OutputDir(config).open()
@@ -496,7 +514,7 @@ def test_rows_of_an_interrupted_save_do_not_keep_a_full_disk_full(tmp_path: Path
     (tmp_path / "disk").mkdir()
     with mounted(tmp_path / "disk"):
         mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "disk")
-        rows = CheckpointDirectory(config).rows
+        rows = RowsFolder(CheckpointDirectory(config)).path
         rows.mkdir(parents=True)
         with suppress(OSError), (rows / "step_00000002-rank_0-0badcafe.pt").open("wb") as file:
             file.write(bytes(1 << 20))

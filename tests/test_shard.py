@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +25,12 @@ from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.process_exit import translate_exception
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.shards import KEPT, is_sharded, local, whole
+from ddp.distributed.shards import is_split, local, whole, whole_tree
 from ddp.entrypoint.run_main import run_as_rank
-from ddp.training.sharding import build_in_turn, find_blocks, group_blocks
-from ddp.training.wrapping import autocast, check_model, wrap_model
+from ddp.parts.fsdp.blocks import find_blocks, group_blocks
+from ddp.parts.fsdp.building import build_in_turn
+from ddp.parts.fsdp.sharding import shard_model
+from ddp.training.wrapping import autocast, wrap_model
 from model import ToyModel
 from processes import Ranks, on_ranks, train
 from small_models import build_awkward
@@ -110,7 +112,7 @@ def test_tied_weights_stay_one_in_a_checkpoint() -> None:
         model = Tied()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         wrap_model(model, options("--device=cpu", "--shard"), ctx)
-        assert all(map(is_sharded, model.parameters()))
+        assert all(map(is_split, model.parameters()))
         copy, _ = snapshot(model.state_dict(), ctx.streams, keep=ctx.rank == 0)
         with torch.no_grad():
             for weight in model.parameters():  # a file is written in the background: of a copy, also by one process
@@ -146,10 +148,10 @@ def test_weights_are_gathered_in_bf16_and_freed_after_a_step_and_after_an_evalua
         with autocast(config, ctx):
             outputs = wrapped(torch.ones(2, 4))
         outputs.sum().backward()
-        freed = [all(map(is_sharded, model.parameters()))]
+        freed = [all(map(is_split, model.parameters()))]
         with torch.no_grad(), autocast(config, ctx):
             wrapped(torch.ones(2, 4))
-        freed.append(all(map(is_sharded, model.parameters())))
+        freed.append(all(map(is_split, model.parameters())))
         return freed, {module.found for module in model.modules() if isinstance(module, Watched)}, outputs.dtype
 
     expected = [True, True], {(torch.bfloat16, 4, False)}, torch.float32
@@ -162,7 +164,7 @@ def test_each_option_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sma
 
     def run(name: str, *more: Any) -> dict[str, Any]:
         train(2, *given, "--output-dir", tmp_path / name, *more)
-        return storage.read(newest(tmp_path / name))
+        return whole_tree(storage.read(newest(tmp_path / name)))
 
     plain = run("plain", "--clip-grad", 0.1)["model"]
     clipped = run("clip", "--shard", "--clip-grad", 0.1)["model"]
@@ -219,16 +221,19 @@ def test_adamw_with_other_options_and_weights_that_are_loaded_trains_as_with_ddp
     assert "all_gather" in trace.read_text() and [*(tmp_path / "ddp").rglob(trace.name)]
 
 
-def test_a_number_that_is_read_from_weights_is_that_of_all_rows() -> None:
+def test_a_number_that_is_read_from_rows_is_refused_and_whole_reads_it() -> None:
     """torch gives each rank the sum or the maximum of its own rows, so the ranks would decide differently."""
 
     def read(ctx: DistContext) -> Any:
-        found = []
+        found: list[Any] = []
         for model, wrapped in ddp_and_sharded(ctx, counted):
             (wrapped(torch.ones(1, 4)) * torch.arange(4.0)).sum().backward()
             weight, gradient = model.weight.detach(), model.weight.grad
-            numbers = [weight.sum().item(), float(weight.max()), int(weight.abs().sum()), gradient.norm().item()]
-            found.append([*numbers, bool((weight == 15).any()), bool(gradient.min() < 0), weight[0, 1].item()])
+            found.append([whole(weight.sum()).item(), float(whole(weight.max())), whole(gradient.norm()).item()])
+        for read in (lambda tensor: tensor.item(), float, int, bool):
+            with pytest.raises(UsageError, match=r"^--shard: (item|__\w+__)\(\) of a tensor of weights: .*write whole"):
+                read(weight.sum())
+        assert weight[0, 1].item() == 1, "it was sent to all"
         return found
 
     def counted() -> nn.Module:
@@ -237,15 +242,21 @@ def test_a_number_that_is_read_from_weights_is_that_of_all_rows() -> None:
         return model
 
     ddp, sharded = on_ranks(2, read, "--device=cpu")[1]
-    assert sharded == pytest.approx(ddp) and ddp[:3] == [120, 15, 120] and ddp[4:] == [True, False, 1]
+    assert sharded == pytest.approx(ddp) and ddp[:2] == [120, 15]
 
 
 def test_an_evaluation_that_counts_a_repeated_batch_is_refused(tmp_path: Path, small: None) -> None:
-    """101 samples are 13 batches, so one of two ranks repeats a batch. The line of main.py is new with --shard."""
-    old = changed_main({"        if eval_loader.counts:": "        if True:"})
+    """101 samples are 13 batches, so one of two ranks repeats a batch, which a Meter leaves out."""
+    count = "        meter.add(task.batch_totals(loss, outputs, targets))\n    return meter.take()"
+    by_hand = "        ctx.count = getattr(ctx.work, 'n', 0) + len(targets)\n    return {'loss': 0.0, 'accuracy': 0.0}"
     config = options(*SYNTHETIC, "--max-steps", 1, "--shard", "--output-dir", tmp_path / "out")
-    ranks = Ranks(2, lambda rank_env: run_as_rank(old, config, rank_env))
-    assert ranks.wait() == [2, 2] and "--shard: evaluate must skip what does not count: " in ranks.output()
+    own = changed_main({count: by_hand.replace("ctx.count", "ctx.work.n")})
+    ranks = Ranks(2, lambda rank_env: run_as_rank(own, config, rank_env))
+    assert ranks.wait() == [2, 2], ranks.output()
+    assert "this rank repeats a batch of another one, and evaluate() in main.py counts it: add up" in ranks.output()
+    skips = by_hand.replace("ctx.count =", "ctx.work.n = 0 if ctx.work.skip() else")
+    ranks = Ranks(2, lambda rank_env: run_as_rank(changed_main({count: skips}), config, rank_env))
+    assert ranks.wait() == [0, 0], ranks.output()
 
 
 def test_muon_orthogonalizes_the_whole_matrix_and_not_the_rows_of_a_rank() -> None:
@@ -341,7 +352,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_weights_that_cannot_be_split_are_refused_before_any_rank_waits(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UsageError) as caught:
-        build_in_turn(make, options("--shard"), RankEnv(1, 2))
+        build_in_turn(make, RankEnv(1, 2))
     assert str(caught.value) == message
 
 
@@ -357,12 +368,10 @@ def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> 
     assert str(caught.value) == message
 
 
-def test_gloo_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for words, fits in ((["--backend", "gloo"], False), (["--backend", "gloo", "--device", "cpu"], True), ([], True)):
-        config = Config.parse(["--shard", *words])
-        with nullcontext() if fits else pytest.raises(UsageError, match=r"^--shard on GPUs needs NCCL: remove"):
-            check_model(config, nn.Linear(2, 2))
+def test_gloo_on_a_gpu_is_refused() -> None:
+    ctx: Any = SimpleNamespace(device=torch.device("cuda", 0), backend="gloo")
+    with pytest.raises(UsageError, match=r"^--shard on GPUs needs NCCL: remove --backend gloo"):
+        shard_model(nn.Linear(2, 2), options("--shard"), ctx, [])
 
 
 @pytest.mark.parametrize(
@@ -439,10 +448,10 @@ def test_views_and_buffers_that_are_read_give_the_gradients_of_ddp() -> None:
 def test_weights_keep_what_the_owner_stored_there_and_may_not_be_frozen_later() -> None:
     def message(ctx: DistContext) -> str:
         torch.manual_seed(0)
-        model = build_in_turn(marked, options("--shard"), RankEnv(ctx.rank, 2))
+        model = build_in_turn(marked, RankEnv(ctx.rank, 2))
         assert all(weight.untyped_storage().nbytes() == 0 for weight in model.parameters())
         wrapped = wrap_model(model, options("--device=cpu", "--shard"), ctx)
-        assert model[0].weight.decay == 0.5 and KEPT not in vars(model[0].weight)
+        assert model[0].weight.decay == 0.5 and "to_local" not in vars(model[0].weight)
         model[0].weight.requires_grad_(False)
         with pytest.raises(UsageError) as caught:
             wrapped(torch.zeros(2, 4))
@@ -474,10 +483,10 @@ def test_the_weights_are_those_of_the_seed_and_of_a_file_for_any_number_of_proce
             return model
 
         torch.manual_seed(0)
-        model = build_in_turn(make, config, env)
+        model = build_in_turn(make, env)
         wrap_model(model, config, ctx)
         with pytest.raises(CheckpointError) as caught:
-            init_weights(model, config, ctx, build=lambda: build_in_turn(make, config, env))
+            init_weights(model, config, ctx, build=lambda: build_in_turn(make, env))
         first = torch.load(tmp_path / "weights.pt", weights_only=True)["0.weight"]
         assert torch.equal(whole(model[0].weight), first)
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ddp.checkpoint.state import TrainState, snapshot
+from ddp.checkpoint.state import TrainState, check_state, snapshot
 from ddp.core.errors import differences
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_reports import Collective, Report
@@ -34,7 +34,9 @@ def test_tied_weights_are_one_tensor_in_a_snapshot_and_slices_are_not() -> None:
 def test_a_mapping_that_a_checkpoint_could_not_load_is_refused_at_the_save() -> None:
     """torch.load(weights_only=True) knows no other mapping than a dict."""
     with pytest.raises(TypeError, match="which no checkpoint can hold"):
-        snapshot({"queue": UserDict({"keys": torch.ones(2)})}, CpuStreams(torch.device("cpu")))
+        check_state({"queue": UserDict({"keys": torch.ones(2)})})
+    with pytest.raises(TypeError, match=r"state\['model'\]\['w'\] is on the device meta, which no checkpoint can hold"):
+        check_state({"model": {"w": torch.ones(2, device="meta")}})
 
 
 def test_an_equal_metric_is_no_better_one_and_any_is_better_than_nan() -> None:

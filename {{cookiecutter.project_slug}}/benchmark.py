@@ -4,7 +4,6 @@
     python benchmark.py --nproc 4 --device cpu           on 1, 2 and 4 processes
     python benchmark.py --model resnet50 --image-size 224 --dataset synthetic --precision bf16
     python benchmark.py --model deeplabv3_resnet101 --image-size 224 --batch-size 4
-    python benchmark.py --shard --model vit_b_16 ...     and DDP next to --shard: samples/s and memory
     torchrun ... benchmark.py                            DDP on all processes of a launcher, on many machines too
 
 It takes the options of main.py (--grad-accum-steps and --clip-grad have no effect here), and trains the model of
@@ -42,7 +41,6 @@ from benchmark_report import (
     NO_TERMS,
     ONE,
     PARALLEL,
-    SHARDED,
     STRONG,
     WEAK,
     Row,
@@ -58,7 +56,8 @@ from config import Config
 from data import load_datasets
 from ddp.core.errors import UsageError
 from ddp.core.host import available_cores
-from ddp.core.options import OptionParser, number
+from ddp.core.options import OptionParser, flag_of, number
+from ddp.core.parts import of_parts
 from ddp.data.dataset import check_datasets
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
@@ -235,9 +234,9 @@ def _round(task: Task, ctx: DistContext, seconds: float) -> Iterator[Row]:
     def row(kind: str, speed: float, processes: int = world_size, batch: int = config.batch_size) -> Row:
         return Row(kind, processes, batch, speed, max(ctx.gather(memory_mb(ctx.device) - before)))
 
-    if config.shard:  # before DDP, whose peak is higher
-        yield row(SHARDED, Trainer(task, ctx, config).speed(itertools.repeat(resident), seconds))
-        config = replace(config, shard=False)
+    for name in filter(partial(getattr, config), of_parts("INSTEAD_OF_DDP")):  # before DDP, whose peak is higher
+        yield row(flag_of(name), Trainer(task, ctx, config).speed(itertools.repeat(resident), seconds))
+        config = replace(config, **{name: False})  # type: ignore[arg-type]
     if world_size == 1:
         alone = Trainer(task, ctx, config, partial(_compiled, config))
         yield row(ONE, alone.speed(itertools.repeat(resident), seconds))
@@ -279,7 +278,7 @@ def show(config: Config, output: Path, title: str, rows: Sequence[Row]) -> None:
     lines = summarize(rows)
     print(f"{title}\n\n{table(lines)}")
     print("spread: between the rounds. weak: each process has a whole batch; strong: they share one.")
-    if any(line.kind == SHARDED for line in lines):
+    if any(line.kind.startswith("--") for line in lines):  # of a part, instead of DDP
         print(f"\nMemory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(lines)}")
     if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
         print("DataParallel needs two GPUs.")

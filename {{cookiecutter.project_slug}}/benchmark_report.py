@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp.core.errors import plural
 
-ONE, PARALLEL, WEAK, STRONG, SHARDED = "one process", "DataParallel", "DDP, weak", "DDP, strong", "--shard"
+ONE, PARALLEL, WEAK, STRONG = "one process", "DataParallel", "DDP, weak", "DDP, strong"
 NO_SYNC, NO_TERMS, DATA = "without all-reduce", "without loss_terms", "with real data"
 MAX_SPREAD, MAX_EFFICIENCY = 0.3, 1.15  # above that, other programs disturbed the measurement
 
@@ -75,16 +75,16 @@ def _who(line: Line) -> str:
         return ONE
     if line.kind == PARALLEL:
         return f"DataParallel, {line.processes} GPUs"
-    if line.kind == SHARDED:
-        return f"--shard, {plural(line.processes, 'process', 'es')}"
+    if line.kind.startswith("--"):
+        return f"{line.kind}, {plural(line.processes, 'process', 'es')}"
     who = f"DDP, {plural(line.processes, 'process', 'es')}"
     return who if line.processes == 1 else f"{who}, {line.kind.removeprefix('DDP, ')}"
 
 
 def memory_table(lines: Sequence[Line]) -> str:
-    """The memory of DDP and of --shard, for each number of processes: weights, gradients, optimizer and activations."""
-    found = [f"{_who(line):<28}{line.memory_mb:>12,.0f} MB" for line in lines if line.kind in (SHARDED, WEAK)]
-    return "\n".join(found)
+    """The memory of DDP, and of what replaces it, for each number of processes."""
+    shown = [line for line in lines if line.kind == WEAK or line.kind.startswith("--")]
+    return "\n".join(f"{_who(line):<28}{line.memory_mb:>12,.0f} MB" for line in shown)
 
 
 def breakdown(lines: Sequence[Line]) -> str:

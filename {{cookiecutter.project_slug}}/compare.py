@@ -10,6 +10,7 @@ import torch
 from ddp.checkpoint import storage
 from ddp.checkpoint.state import digest
 from ddp.core.parts import of_parts
+from ddp.distributed.shards import whole_tree
 from ddp.distributed.tensors import named_leaves
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
@@ -44,7 +45,9 @@ def differences(whole: Path, other: Path, weights: dict[str, list[str]] | None =
 
 
 def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
-    content = {name: part for name, part in storage.read(newest(output_dir)).items() if name not in OF_ONE_RUN}
+    content = {
+        name: part for name, part in whole_tree(storage.read(newest(output_dir))).items() if name not in OF_ONE_RUN
+    }
     entries = {}
     for (part, *keys), value in named_leaves(content):
         name = ".".join(map(str, keys))

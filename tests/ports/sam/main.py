@@ -119,8 +119,7 @@ def evaluate(model: Any, eval_loader: EvalLoader, config: Config, ctx: DistConte
         with autocast(config, ctx):
             outputs = task.forward(model, inputs, targets)
             loss = task.compute_loss(outputs, targets, config)
-        if eval_loader.counts:  # with --shard, a rank may read a batch once more than others
-            meter.add(task.batch_totals(loss, outputs, targets))
+        meter.add(task.batch_totals(loss, outputs, targets))
     return meter.take()
 
 

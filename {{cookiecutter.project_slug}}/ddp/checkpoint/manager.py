@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,19 @@ import torch
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint
 from ddp.checkpoint.fit import run_differences, scale_change
-from ddp.checkpoint.rank_files import RankFiles, Written
-from ddp.checkpoint.state import Rows, TrainState, check_parts, digest, snapshot
+from ddp.checkpoint.state import TrainState, check_parts, check_state, digest, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.background import BackgroundJob
-from ddp.core.errors import CheckpointError, Diverged, differences, first_few, plural
+from ddp.core.callbacks import WriteRest
+from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import checksum, is_sharded, local, own_rows, shard_like
-from ddp.distributed.tensors import map_tensors, named_leaves
+from ddp.distributed.shards import is_split, local, split_like
+from ddp.distributed.tensors import checksum, map_tensors, named_leaves
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
@@ -41,11 +40,9 @@ class CheckpointManager:
         self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
-        self.rank_files = RankFiles(config, ctx, self.directory)
         self.writer = BackgroundJob("checkpoint writer")
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
-        self.sent: list[list[int]] = []  # of each sharded tensor: the checksums of the rows that rank 0 has sent
-        self.received: list[int] = []  # and that of the rows that this rank has received
+        self.received: list[int] = []  # the checksums of the tensors of which this rank keeps its rows
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -65,31 +62,31 @@ class CheckpointManager:
                 part.before_save()
         content = {**self.facts, **self._states(), **asdict(self.train_state)}
         content["callbacks"] = {type(each).__name__: each.state_dict() for each in self.ctx.callbacks}
+        check_state(content)
         self.last_step = step = self.train_state.step
         best = self.train_state.best_step == step
-        # 3. On rank 0, copy it to host memory; with --shard, each rank copies its rows. Training may then continue.
-        rows: Rows | None = {} if self.rank_files.used else None
-        copy, copied = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0, rows=rows)
-
-        def check_and_write_rows() -> Written | None:
-            copied.wait()
-            tensors = chain(named_leaves(copy), (rows or {}).items())
-            if bad := [name for name in self._find_non_finite(tensors) if name not in self.infinite]:
-                raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
-            return None if rows is None else self.directory.write_rows(step, self.ctx.rank, rows)
+        # 3. Copy it to host memory, on rank 0 alone unless a part splits it. Training may then continue.
+        rest: list[WriteRest] = []
+        for each in self.ctx.callbacks:
+            content, write_rest = each.split(content)
+            rest += [write_rest] if write_rest is not None else []
+        copy, copied = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0)
 
         def write() -> None:
             # 4. In the background: check that it is finite; sync the logs, write the file, delete old ones.
-            files = self.rank_files.collect(check_and_write_rows)
+            copied.wait()
+            self.check_finite(named_leaves(copy))
+            for write_rest in rest:
+                copy.update(write_rest())
             if self.ctx.rank == 0:
                 sync_logs()
-                self.directory.write({**copy, storage.ROWS: files} if files else copy, best=best)
+                self.directory.write(copy, best=best)
                 # 5. Report that it is on disk.
                 self._report_saved(step)
 
-        if self.rank_files.used and self.ctx.rank:
+        if rest and self.ctx.rank:
             self.writer.start(write)
-        self.ctx.on_main(lambda: self.writer.start(write))
+        self.ctx.on_main(self.writer.start, write)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
@@ -114,8 +111,13 @@ class CheckpointManager:
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.state.items()}
 
+    def check_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
+        """Raise Diverged for a value that became infinite or NaN. tensors: pairs of keys and whatever they lead to."""
+        if bad := [name for name in self._find_non_finite(tensors) if name not in self.infinite]:
+            raise Diverged(f"{bad[0]} is no longer finite: start again in another --output-dir with a lower --lr")
+
     def _find_non_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
-        """The names of those with a value that is not finite. tensors: pairs of keys and whatever they lead to."""
+        """The names of those with a value that is not finite."""
         checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
         return [
             ".".join(map(str, keys))
@@ -140,8 +142,6 @@ class CheckpointManager:
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
         }
-        if not self.config.evaluate:
-            self.rank_files.open()
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
@@ -161,18 +161,19 @@ class CheckpointManager:
         targets: dict[Any, Any] = {
             keys: part
             for keys, part in named_leaves(states)
-            if isinstance(part, torch.Tensor) and (keys[0] in plain or is_sharded(part))
+            if isinstance(part, torch.Tensor) and (keys[0] in plain or is_split(part))
         }
         # The optimizer has no state yet, which will have the shapes of weights.
-        targets |= {part.shape: part for part in [*targets.values()] if is_sharded(part)}
+        targets |= {part.shape: part for part in [*targets.values()] if is_split(part)}
         return read_on_main(self.ctx, read, partial(self._keep, targets), later=self.state)
 
     def _keep(self, targets: Mapping[Any, Any], keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` where it will be, so that no rank needs memory for a second model."""
         optimizer = isinstance(self.state.get(keys[0]), torch.optim.Optimizer)
         target = targets.get(tensor.shape if optimizer else keys)
-        if target is not None and is_sharded(target):
-            rows = self._keep_rows(target, tensor)
+        if target is not None and is_split(target):
+            self.received.append(checksum(tensor))
+            rows = split_like(target, tensor)
             if not has_plain_state(self.state.get(keys[0])) or rows.dtype != target.dtype:
                 return rows
             local(target).copy_(local(rows))
@@ -181,15 +182,6 @@ class CheckpointManager:
             with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
                 return target.copy_(tensor)  # type: ignore[no-any-return]
         return tensor.to(self.ctx.device if optimizer and tensor.dim() else "cpu", copy=True)
-
-    def _keep_rows(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """With --shard, this rank's rows of a weight, or of the optimizer state of a weight."""
-        rows = shard_like(like, tensor)
-        self.received.append(checksum(local(rows)))
-        if self.ctx.rank == 0:
-            world_size = self.ctx.world_size
-            self.sent.append([checksum(own_rows(tensor, rank, world_size)) for rank in range(world_size)])
-        return rows
 
     def load_best(self) -> TrainState | None:
         """Load best.pt, all but optimizers, and return its progress. Call on every rank, after the last step.
@@ -207,14 +199,14 @@ class CheckpointManager:
 
     def _read_best(self) -> dict[str, Any]:
         try:
-            return storage.read(self.directory.best_path, join=False)
-        except InvalidCheckpoint as error:
+            return storage.read(self.directory.best_path)
+        except (InvalidCheckpoint, UsageError) as error:
             log.warning("warning: %s; the weights of the last step are tested", error)
             return {}
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""
-        return {"path", "random", "time", "callbacks", storage.ROWS, *self.facts, *asdict(self.train_state)}
+        return {"path", "random", "time", "callbacks", storage.FILES, *self.facts, *asdict(self.train_state)}
 
     def _find(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""
@@ -256,10 +248,9 @@ class CheckpointManager:
         if self.config.evaluate:
             return
         self.facts["started_from"] = content["started_from"]
-        digests, received = self.ctx.gather(digest(self._states())), self.ctx.gather(self.received)
-        sent = self.ctx.on_main(lambda: [list(sums) for sums in zip(*self.sent, strict=True)]) or received
+        digests = self.ctx.gather((digest(self._states()), self.received))
         for rank, other in enumerate(digests):
-            if other != digests[0] or received[rank] != sent[rank]:
+            if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
         self.ctx.on_main(self.writer.start, self.directory.prune)  # a crash may have prevented it after the last save
 

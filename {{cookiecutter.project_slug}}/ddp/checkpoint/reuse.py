@@ -19,7 +19,7 @@ from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state, seed_everything
-from ddp.distributed.shards import is_sharded, same_rows, shard_like
+from ddp.distributed.shards import local, split_like, whole_tree
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
@@ -81,9 +81,8 @@ def _saved_options(path: Path) -> dict[str, Any]:
 
 def load_checkpoint(path: Path, config_class: type[Config]) -> tuple[dict[str, Any], Config]:
     """The content of a checkpoint, and all options that its run had. Raises CheckpointError."""
-    content = storage.read(path, join=False)
-    weights = {name: content[name] for name in ("model", "ema") if name in content}  # not the optimizer: it is larger
-    content |= storage.join_rows(weights, content[storage.ROWS])
+    content = storage.read(path)
+    content |= whole_tree({name: content[name] for name in ("model", "ema") if name in content})  # not the optimizer
     if "dataset" not in content:
         raise CheckpointError(f"{path} is of an earlier version of this project, which did not store the classes")
     names = {item.name for item in dataclasses.fields(config_class)}
@@ -113,7 +112,7 @@ def init_weights(
 
     def keep(keys: tuple[str, ...], tensor: Tensor) -> Tensor:
         like = own.get(keys[1], tensor)
-        return shard_like(like, tensor) if is_sharded(like) and like.shape == tensor.shape else tensor
+        return split_like(like, tensor) if like.shape == tensor.shape else tensor
 
     content, _ = read_on_main(ctx, lambda: {"weights": read_weights(config, name)}, keep)
     loaded = load_weights(model, content["weights"], source)
@@ -127,12 +126,12 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     """
     if config.init_from == "torchvision":
         return _of_torchvision(getattr(config, "model", ""))
-    path, rows = Path(str(config.init_from)), {}
+    path = Path(str(config.init_from))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and isinstance(content.get("format"), int):  # a checkpoint
             verify(path)
-            rows = storage.read_rows(path, content)
+            content = storage.read_files(path, content)
     except InvalidCheckpoint as error:
         raise CheckpointError(f"--init-from {error}") from error
     except OSError as error:
@@ -143,7 +142,7 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     content = content if isinstance(content, Mapping) else {}
     average = ("ema",) if name == "model" else ()  # it is what was evaluated
     found = next((key for key in (*average, name, *NAMES) if isinstance(content.get(key), Mapping)), None)
-    content = content if found is None else storage.join_rows({found: content[found]}, rows)[found]
+    content = content if found is None else whole_tree(content[found])
     weights = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not weights:
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
@@ -192,11 +191,16 @@ def _refuse_random_constants(
         with keep_random_state():
             seed_everything(config.seed + 1)
             others = dict(build().named_parameters())
-    random = [name for name in frozen if name not in others or not same_rows(frozen[name], others[name])]
+    random = [name for name in frozen if name not in others or not _are_equal(frozen[name], others[name])]
     if random := list(dict.fromkeys(name for names in ctx.gather(random) for name in names)):
         remedy = "load it in build_model, train it, or take another file"
         weights = f"{first_few(random)}: frozen, and not in the file, so random"
         raise CheckpointError(f"--init-from {config.init_from}: {weights}: {remedy}")
+
+
+def _are_equal(weight: Tensor, built: Tensor) -> bool:
+    """Whether this rank's rows of a weight are equal to those of one that was just built."""
+    return torch.equal(local(weight).cpu(), local(built))
 
 
 def _of_torchvision(model: str) -> dict[str, Tensor]:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ddp.core.errors import UsageError
-from ddp.distributed.shards import is_sharded, is_split, local, whole
+from ddp.distributed.shards import is_split, local, whole
 from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_named, named_leaves
 
-Rows = dict[tuple[Any, ...], torch.Tensor]
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
@@ -59,31 +58,33 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
             raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
 
-def snapshot(state: Any, streams: CpuStreams, keep: bool = True, rows: Rows | None = None) -> tuple[Any, Mark]:
-    """A copy of `state` in host memory, and when it is complete. With sharded tensors, call on every rank.
-
-    keep: False on the ranks that only send their rows. rows: a dict that receives copies of this rank's rows, by the
-    keys of their tensors; then nothing is sent, and the copy of `state` has empty meta tensors in their places. Raises
-    TypeError if torch.load(weights_only=True) would refuse `state`.
-    """
+def check_state(state: Any) -> None:
+    """Raise TypeError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
     for keys, part in named_leaves(state):
-        if not isinstance(part, torch.Tensor) and type(part) not in PLAIN_TYPES:
+        if part.is_meta if isinstance(part, torch.Tensor) else type(part) not in PLAIN_TYPES:
             name = "state" + "".join(f"[{key!r}]" for key in keys)
-            raise TypeError(f"{name} is of {type(part)}, which no checkpoint can hold: use a tensor or a plain number")
+            what = "is on the device meta" if isinstance(part, torch.Tensor) else f"is of {type(part)}"
+            raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor or a plain number")
+
+
+def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, Mark]:
+    """A copy of `state` in host memory, and when it is complete. Call on every rank: tensors may be split.
+
+    keep: False on the ranks that only send their rows.
+    """
     copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
 
     def copy_once(copy: Copy, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # a part writes what belongs there
+            return tensor
         # Not the data_ptr of a DTensor, which is always 0, as is that of a rank without rows.
-        own, split = local(tensor.detach()), rows is not None and is_split(tensor)
+        own = local(tensor.detach())
         place = own.data_ptr() or own.untyped_storage().data_ptr() or id(tensor)
         key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if key not in copies:
-            everything = own if split else whole(tensor.detach())
-            copies[key] = copy(everything) if keep or split else torch.empty(0)
-        if rows is None or not split:
-            return copies[key]
-        rows[keys] = copies[key]
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            everything = whole(tensor.detach())
+            copies[key] = copy(everything) if keep else torch.empty(0)
+        return copies[key]
 
     return streams.download(lambda copy: map_named(state, partial(copy_once, copy)))
 
@@ -94,7 +95,7 @@ def digest(state: Any) -> str:
     for keys, part in named_leaves(state):
         if isinstance(part, torch.Tensor):
             result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
-            if not is_sharded(part):  # the ranks have different rows
+            if not is_split(part):  # the ranks have different rows
                 result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
             result.update(f"{keys}{part!r}".encode())

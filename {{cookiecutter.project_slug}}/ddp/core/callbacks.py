@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Compute = Callable[..., bool]  # compute_gradients of main.py
+WriteRest = Callable[[], dict[str, Any]]  # writes what is not in the file of a checkpoint
 
 
 class Callback:
@@ -48,6 +49,13 @@ class Callback:
 
     def saving(self) -> None:
         """The state of this run is about to be saved."""
+
+    def split(self, content: dict[str, Any]) -> tuple[dict[str, Any], WriteRest | None]:
+        """What rank 0 writes of the content of a checkpoint, and what writes the rest: None if there is no rest.
+
+        The latter is called on every rank, in the thread that writes. What it returns on rank 0 is written as well.
+        """
+        return content, None
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is on disk. On rank 0 alone, perhaps in the thread that has written it."""

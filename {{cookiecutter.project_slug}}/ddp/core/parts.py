@@ -5,6 +5,12 @@ Its __init__.py, which imports no torch, defines what of this the part has:
 Options            a dataclass of options of main.py, with check() and rehearse(), as RunConfig has them
 LaunchOptions      a dataclass of options of launch_node.sh, with script(): what the workers run in place of main.py
 callbacks(run)     its Callbacks for a run: see callbacks.py
+build_model(...)   the model, on the CPU: see `build` in run.py
+wrap_model(...)    the model that trains in place of DDP's, or None: see wrapping.py
+read_files(...)    a checkpoint whose tensors are in several files: see storage.py
+clean(directory)   deletes what saves that were interrupted have left in the directory of checkpoints
+explain(...)       what the user can do about an error: see process_exit.py
+INSTEAD_OF_DDP     the option with which wrap_model returns a model
 SPEEDS             names of figures in metrics.jsonl that differ between two equal runs
 """
 
@@ -15,7 +21,14 @@ from typing import Any
 from parts import PARTS
 
 # The part that has an option: who uses it in a project without that part is told how to add it.
-PART_OF = {"mirror": "mirror", "guard": "monitor", "profile": "monitor", "check": "preflight"}
+PART_OF = {
+    "shard": "fsdp",
+    "checkpoint_activations": "fsdp",
+    "mirror": "mirror",
+    "guard": "monitor",
+    "profile": "monitor",
+    "check": "preflight",
+}
 
 
 def of_parts(name: str) -> tuple[Any, ...]:

@@ -18,16 +18,11 @@ from typing import NoReturn
 
 from ddp.core.errors import PeerFailed, PeerLost, SetupError, Stopped, UsageError, exit_code_of, one_line, print_line
 from ddp.core.files import atomic_write
+from ddp.core.parts import of_parts
 from ddp.core.stacks import is_owner_file
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
-# torch's DTensor raises errors of several types.
-SHARDED = re.compile(
-    "mixed torch.Tensor and DTensor|not have a sharding strategy|found no DeviceMesh|placement changes|"
-    "Sharding propagation failed|Cannot flatten unevenly sharded|would remove or reshape sharded|"
-    "FSDP does not support deepcopy|its data is not allocated yet|out of bounds for storage of size 0"
-)
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
 REPORT_GRACE_S = 3.0
@@ -127,10 +122,8 @@ def translate_exception(error: BaseException) -> BaseException:
     if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
         lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
-    if SHARDED.search(text):
-        use = "use each weight only in forward() of its block, and an optimizer such as SGD (not fused), AdamW or Muon"
-        use = "compute no gradient of a gradient" if "allocated" in text or "of size 0" in text else use
-        return UsageError(f"--shard: torch cannot compute this with the rows of a weight{where}: {use} ({text[:80]})")
+    for reason in filter(None, [explain(text, where) for explain in of_parts("explain")]):
+        return UsageError(reason)
     if "mark a variable ready only once" in text or "gradient which is undefined, but still allreduced" in text:
         remedy = "pass use_reentrant=False to torch.utils.checkpoint, and use each weight only in forward()"
         return UsageError(f"one backward pass gave a weight its gradient twice{where}: {remedy}")

@@ -61,8 +61,6 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
     )
     compile: bool = _speed(False, "compile the model (torch.compile)", may_change=True)
     sync_bn: bool = _speed(False, "BatchNorm over the batches of all processes (GPU only)")
-    shard: bool = _speed(False, "split weights, gradients, optimizer state over the processes", may_change=True)
-    checkpoint_activations: bool = _speed(False, "compute blocks again in the backward pass", may_change=True)
 
     output_dir: str = _path("", "directory for everything that the run writes (default: runs/DATA-MODEL)")
     resume: str = _path(
@@ -141,8 +139,6 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
             raise UsageError("--evaluate needs a checkpoint: remove --resume never")
         if self.backend == "nccl" and self.device == "cpu":
             raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
-        if self.shard and self.ema is not None:
-            raise UsageError("--ema with --shard: torch cannot copy a sharded model; remove one of them")
         if self.sync_bn and self.device == "cpu":
             raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for --device cpu")
         for options in of_parts("Options"):

@@ -174,22 +174,15 @@ class EvalLoader(_Loader):
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, part: str = "val") -> None:
         self.part, self.part_name = part, {"val": "validation"}.get(part, part)
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
-        self._counts, self._asked = True, False
         if config.eval_batch_size is not None:
             self.chunk_size = config.eval_batch_size
-
-    @property
-    def counts(self) -> bool:
-        """Whether the last batch counts: with --shard, a rank may repeat one of another rank."""
-        self._asked = True
-        return self._counts
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
         world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
-        # With --shard all ranks compute each block together: those that are out of turn read the last batch once more.
-        end = count + -count % world_size if self.config.shard else count
+        # Where all ranks compute a pass together, those that are out of turn read the last batch once more.
+        end, work = count + -count % world_size if self.ctx.work.sharded else count, self.ctx.work
         ours = _Batches(range(self.ctx.rank, end, world_size), self.chunk_size, self.length)
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
@@ -198,11 +191,14 @@ class EvalLoader(_Loader):
                 # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
                 position = number * world_size + self.ctx.rank
                 seed_step(self.config.seed, position, rank=-2)
-                self._counts, self._asked = position < count, False
-                yield batch
-                if not (self._counts or self._asked):
-                    rule = "evaluate must skip what does not count: see eval_loader.counts in main.py"
-                    raise UsageError(f"--shard: {rule}")
+                work.repeats, work.asked = position >= count, False
+                try:
+                    yield batch
+                finally:
+                    repeated, work.repeats = work.repeats, False
+                if repeated and not work.asked:
+                    what = "this rank repeats a batch of another one, and evaluate() in main.py counts it"
+                    raise UsageError(f"{what}: add up with a Meter, or leave out a batch if ctx.work.skip()")
                 if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
 

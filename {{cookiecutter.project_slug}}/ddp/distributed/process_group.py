@@ -25,6 +25,7 @@ from ddp.core.timeout import call_with_timeout
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
+from ddp.distributed.shards import whole
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, quiet_gloo
 from ddp.distributed.tensors import CpuStreams, map_named, map_tensors, streams_of
@@ -43,9 +44,17 @@ _groups: list[Any] = []
 
 @dataclass
 class Work:
-    """What this rank trains."""
+    """What this rank computes."""
 
     step: int = 0  # optimizer steps that the run has taken, also before it was resumed
+    sharded: bool = False  # whether the ranks compute each forward pass together, since none has the whole model
+    repeats: bool = False  # whether this batch of an evaluation is one that another rank counts
+    asked: bool = False  # whether `skip` was called for this batch
+
+    def skip(self) -> bool:
+        """Whether this batch must not count: metrics that are not added up by a Meter leave it out."""
+        self.asked = True
+        return self.repeats
 
 
 @dataclass(frozen=True)
@@ -93,17 +102,17 @@ class DistContext:
         dist.broadcast(tensor.flatten().view(torch.uint8), src=0)  # as bytes: gloo does not support every dtype
         return tensor
 
-    def broadcast_tree(self, tree: Any, keep: ForTensor = AS_IT_IS, load: ForTensor = AS_IT_IS) -> Any:
+    def broadcast_tree(self, tree: Any, keep: ForTensor = AS_IT_IS) -> Any:
         """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank.
 
         keep: returns what this rank keeps of the tensor to which `keys` lead, for example some of its rows.
-        load: returns on rank 0 the tensor that belongs in the place of an empty one.
         """
-        skeleton = self.on_main(lambda: map_tensors(tree, lambda tensor: tensor.to("meta")))  # shapes without data
+        shape: Any = lambda tensor: torch.empty_like(tensor, device="meta")  # noqa: E731
+        skeleton = self.on_main(lambda: map_tensors(tree, shape))
 
         def receive(keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
             # One by one: no rank needs memory for two copies.
-            own = load(keys, tensor).contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
+            own = whole(tensor).contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
             return keep(keys, self.broadcast(own))
 
         return map_named(tree if self.rank == 0 else skeleton, receive)

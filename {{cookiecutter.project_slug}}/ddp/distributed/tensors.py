@@ -1,6 +1,7 @@
 """Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
 
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
@@ -8,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
+BLOCK = 1 << 20  # bytes that are read at once
 
 
 def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
@@ -50,6 +52,14 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(part)
     else:
         yield tree
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the bytes of `tensor`."""
+    result = 0
+    for part in tensor.detach().flatten().view(torch.uint8).split(BLOCK):
+        result = zlib.crc32(part.cpu().clone().numpy().data, result)  # not of the tensor: numpy() fixes its memory
+    return result
 
 
 @runtime_checkable

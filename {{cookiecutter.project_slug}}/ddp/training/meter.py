@@ -37,6 +37,8 @@ class Meter:
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
         """Add the totals of one batch: numbers, tensors or lists. Does not wait for the device."""
+        if self.ctx.work.skip():
+            return
         totals = {}
         for name, value in batch_totals.items():
             if isinstance(value, list):

@@ -21,6 +21,7 @@ from ddp import __version__
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
+from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig, hyperparameters
 
@@ -49,10 +50,10 @@ class OutputDir:
             new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for folder in (self.path, self.checkpoints, self.directory.rows):
-                for left_over in folder.glob(TMP_PATTERN):
-                    left_over.unlink(missing_ok=True)  # a process of the run before may just have renamed it
-            self.directory.delete_unlisted_rows()  # a full disk would stay full
+            for left_over in (*self.path.glob(TMP_PATTERN), *self.checkpoints.rglob(TMP_PATTERN)):
+                left_over.unlink(missing_ok=True)  # a process of the run before may just have renamed it
+            for clean in of_parts("clean"):  # before anything is written: a full disk would stay full
+                clean(self.directory)
             self.lock.truncate(0)
             self.lock.write(f"process {os.getpid()} on {platform.node()}")
             self.lock.flush()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NoReturn, TypeVar
 
@@ -32,7 +33,6 @@ from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
 from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics
 from ddp.training.schedule import Schedule
-from ddp.training.sharding import build_in_turn, check_optimizers
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,6 @@ class Run:
         """
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
         self.train_loader, self.meter = train_loader, parts["meter"]
-        if self.config.shard:
-            check_optimizers(parts)
         self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
         resumed_from = self.checkpoints.resume(train_loader, parts)
         self.log.start(train_loader, resumed_from)
@@ -262,8 +260,6 @@ class Run:
         log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
         self._log_summaries()
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
-        if self.checkpoints.rank_files.used:
-            log.info("                with checkpoints/rows/; python -m ddp.checkpoint.merge makes one file of them")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
 
     def fail(self, error: BaseException) -> None:
@@ -306,11 +302,14 @@ def prepare(config: Config, rank_env: RankEnv) -> Config:
 
 
 def build(task: Any, config: RunConfig, train_set: Any, env: RankEnv) -> torch.nn.Module:
-    """task.build_model(config, train_set), on the CPU; with --shard only what `wrap_model` needs of it.
+    """task.build_model(config, train_set), on the CPU. A part may keep only what `wrap_model` needs of it.
 
     Refuses options that this model or this machine does not support, and sets the default --output-dir.
     """
-    model = build_in_turn(lambda: check_model(config, task.build_model(config, train_set)), config, env)
+    make = lambda: check_model(config, task.build_model(config, train_set))  # noqa: E731
+    for build_model in of_parts("build_model"):
+        make = partial(build_model, make, config, env)
+    model = make()
     # From the data and the model that were built: their options may be of no use to an edited task.
     name = re.sub(r"[^\w.-]+", "-", f"{data_name(train_set)}-{model_name(model, config)}")
     config.output_dir = config.output_dir or f"{DEFAULT_PARENT}/{name}"

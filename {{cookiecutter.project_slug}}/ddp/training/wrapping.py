@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from typing import Any
@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp.core.errors import SetupError, UsageError
+from ddp.core.parts import of_parts
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
 from ddp.training.loss_mean import LossMean as LossMean
-from ddp.training.sharding import checkpoint_activations, find_blocks, shard_model
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
-    if config.shard and gpu and config.backend == "gloo":  # torch's all-gather of a DTensor: a segmentation fault
-        raise UsageError("--shard on GPUs needs NCCL: remove --backend gloo and start one process per GPU")
     if config.compile:  # Triton compiles C for GPUs, and torch C++ for CPUs
         language, variable, *names = ("C", "CC", "gcc", "clang") if gpu else ("C++", "CXX", "g++")
         tried = [os.environ[variable]] if variable in os.environ else names
@@ -52,7 +50,7 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
 def model_name(model: torch.nn.Module, config: RunConfig) -> str:
     """--model if it was given; otherwise the class, since the owner may have replaced the default model."""
     given, default = (getattr(options, "model", None) for options in (config, type(config)))
-    return type(model).__name__.removeprefix("FSDP" * config.shard) if given in (None, default) else given
+    return type(model).__name__.removeprefix("FSDP" * hasattr(model, "unshard")) if given in (None, default) else given
 
 
 def choose_algorithms(config: RunConfig) -> None:
@@ -71,22 +69,17 @@ def choose_algorithms(config: RunConfig) -> None:
 def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task: Any = None) -> Any:
     """`model` for training, on the device: backward averages gradients over the ranks. Call on every rank.
 
-    `model` remains the one to evaluate and save. task: model.py, which may define `blocks(model)`.
+    `model` remains the one to evaluate and save. task: model.py.
     """
     if config.sync_bn:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: it replaces layers and keeps their weights
-    blocks = getattr(task, "blocks", find_blocks)(model)
-    if config.checkpoint_activations:
-        checkpoint_activations(blocks)
-    if config.shard:
-        wrapped: Any = shard_model(model, config, ctx, blocks)
-    else:
+    of_part = [wrap(model, config, ctx, task) for wrap in of_parts("wrap_model")]
+    wrapped: Any = next((each for each in of_part if each is not None), None)
+    ctx.work.sharded = wrapped is not None
+    if wrapped is None:
         wrapped = _replicate(model.to(ctx.device), config, ctx, task)
     if config.compile:
         model.compile()  # in place: it keeps the names of the weights
-    _broadcast_buffers_that_are_read(wrapped, model, ctx)
-    _report_unused_weights(wrapped, model)
-    _refuse_unfrozen_weights(wrapped, model)
     _warn_of_frozen_norms(model, ctx)
     for each in ctx.callbacks:
         each.wrapped(model, task)
@@ -103,47 +96,55 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
         dist.set_debug_level(dist.DebugLevel.OFF)
         group = dist.new_group()
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    return DistributedDataParallel(
+    ddp_model = DistributedDataParallel(
         model,
         process_group=group,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False),
     )
+    _broadcast_buffers_that_are_read(ddp_model, model)
+    report_unused_weights(model, ddp_model)
+    _refuse_unfrozen_weights(ddp_model, model)
+    return ddp_model
 
 
-def _broadcast_buffers_that_are_read(ddp_model: Any, model: torch.nn.Module, ctx: DistContext) -> None:
-    """Copy rank 0's buffers to all ranks before each training pass, as DDP does, unless no rank reads them there.
+def _broadcast_buffers_that_are_read(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Let DDP send rank 0's buffers to all ranks before a training pass only if a rank reads them there."""
+    are_read = reads_buffers(model)
+
+    def choose(*_: Any) -> None:
+        if ddp_model.broadcast_buffers != (read := are_read()):  # slow to set: it is an attribute of a module
+            ddp_model.broadcast_buffers = read
+
+    ddp_model.register_forward_pre_hook(choose)
+
+
+def reads_buffers(model: torch.nn.Module) -> Callable[[], bool]:
+    """Whether the next forward pass of `model` reads its buffers, when it is asked.
 
     A BatchNorm layer in training mode only writes its running statistics. In evaluation mode it reads them, as in the
     teacher of a model: ranks that keep their own would train with different teachers.
     """
     with_buffers = [part for part in model.modules() if any(True for _ in part.buffers(recurse=False))]
     only_batch_norm = all(map(_is_batch_norm, with_buffers))
-
-    def choose(*_: Any) -> None:
-        are_read = not (only_batch_norm and all(part.training for part in with_buffers))
-        if ddp_model is not model:
-            if ddp_model.broadcast_buffers != are_read:  # slow to set: it is an attribute of a module
-                ddp_model.broadcast_buffers = are_read
-        elif are_read and torch.is_grad_enabled():
-            ctx.broadcast_buffers(model)
-
-    if with_buffers:
-        ddp_model.register_forward_pre_hook(choose)
+    return lambda: not (only_batch_norm and all(part.training for part in with_buffers))
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
     return isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
 
 
-def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
-    """Let a step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them."""
+def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None:
+    """Let a step of an optimizer raise UsageError if its weights got no gradient: DDP would not name them.
+
+    Without `ddp_model`, each weight is checked in its first step only.
+    """
     unchecked = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if ddp_model is not model and not any(weight.grad is None for weight in trained):
+        if ddp_model is not None and not any(weight.grad is None for weight in trained):
             return
         allowed = (getattr(ddp_model, name, False) for name in ("find_unused_parameters", "static_graph"))
         if not unchecked or any(allowed):
@@ -154,10 +155,10 @@ def _report_unused_weights(ddp_model: Any, model: torch.nn.Module) -> None:
             return
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
-            rare = "if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
-            remedy = remedy if ddp_model is model else f"{remedy}; {rare}"
+            if ddp_model is not None:
+                remedy += "; if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
-        for weight in weights if ddp_model is model else ():  # FSDP2 allows it in later steps
+        for weight in weights if ddp_model is None else ():
             del unchecked[id(weight)]
 
     register_optimizer_step_pre_hook(check)
@@ -179,23 +180,17 @@ def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
         register_optimizer_step_pre_hook(check)
 
 
-def _refuse_unfrozen_weights(ddp_model: Any, model: torch.nn.Module) -> None:
-    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began.
-
-    FSDP2 would also train on a weight that is frozen later.
-    """
-    weights = {name: each for name, each in model.named_parameters() if model is ddp_model or not each.requires_grad}
-    trained = {name: weight.requires_grad for name, weight in weights.items()}
+def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began."""
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
 
     def check(*_: Any) -> None:
-        for name, weight in weights.items():
-            if weight.requires_grad != trained[name]:
+        for name, weight in frozen.items():
+            if weight.requires_grad:
                 remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
-                if trained[name]:
-                    raise UsageError(f"--shard: {name} was frozen after wrap_model: set its learning rate to 0 instead")
                 raise UsageError(f"{name} was unfrozen after wrap_model, so no rank would average it: {remedy}")
 
-    if weights:
+    if frozen:
         ddp_model.register_forward_pre_hook(check)
 
 
@@ -240,14 +235,14 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
     """The number format of --precision."""
-    if config.precision == "fp32" or config.shard:  # FSDP2 has a policy for it
+    if config.precision == "fp32" or ctx.work.sharded:  # such a model has its own policy
         return nullcontext()
     return torch.autocast(ctx.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
 def accumulate(ddp_model: Any, *, last: bool) -> AbstractContextManager:
     """All-reduce only in the last pass of a step. Forward and backward belong inside."""
-    # With --shard each pass is reduced: gradients that are not would need the memory of all weights.
+    # A model that is sharded reduces each pass: gradients that are not would need the memory of all weights.
     return nullcontext() if last or not isinstance(ddp_model, DistributedDataParallel) else ddp_model.no_sync()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp.checkpoint.archive import BLOCK, InvalidCheckpoint, verify
-from ddp.checkpoint.storage import NAME, CheckpointDirectory, step_of
+from ddp.checkpoint.storage import FILES, NAME, CheckpointDirectory, step_of
 from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
 from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
@@ -66,9 +66,9 @@ class Mirror:
         """
         self._reach(self._connect)
         ours = json.loads(self.own.read_text()) if self.own.exists() else {}
-        if any(self.directory.rows.glob("*.pt")):
+        if any((rows := self.directory.path / FILES).glob("*.pt")):
             remedy = f"choose another --output-dir, with --resume {next(iter(self.directory.paths()), 'PATH')}"
-            raise UsageError(f"--mirror keeps no parts of files, such as {self.directory.rows} (--shard): {remedy}")
+            raise UsageError(f"--mirror keeps no parts of files, such as {rows}: {remedy}")
         theirs, names = self._reach(self._owner), self._reach(self._names)
         if not theirs and ours.get("url") == self.url:
             remedy = f"mount that disk; or delete {self.own}, to begin a new copy"

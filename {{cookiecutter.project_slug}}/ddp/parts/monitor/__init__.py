@@ -28,8 +28,6 @@ class Options:
         """Refuse options that contradict each other. Raises UsageError."""
         if self.guard and not getattr(self, "deterministic", False):
             raise UsageError("--guard needs --deterministic: otherwise two computations may differ without a fault")
-        if self.guard and getattr(self, "shard", False):
-            raise UsageError("--guard with --shard: no rank has another one's weights or gradients; remove one of them")
 
 
 def callbacks(run: Any) -> list[Any]:

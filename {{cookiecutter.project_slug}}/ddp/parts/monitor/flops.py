@@ -63,7 +63,7 @@ class Flops(Callback):
         """Learn how many FLOPs a sample takes: from model.py, or else from the first batch, on rank 0."""
         self.models += 1
         config = self.config
-        changes = config.shard or config.compile or config.sync_bn
+        changes = self.ctx.work.sharded or config.compile or config.sync_bn
         if hasattr(task, "flops_per_sample"):
             self.per_sample = float(task.flops_per_sample(model))
         elif self.ctx.rank == 0 and peak_flops(self.ctx.device) and not changes:

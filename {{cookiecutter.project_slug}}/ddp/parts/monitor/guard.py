@@ -22,6 +22,10 @@ class Guard(Callback):
     def __init__(self, run: Any) -> None:
         self.run, self.is_called = run, False
 
+    def wrapped(self, model: Any, task: Any) -> None:
+        if self.run.config.guard and self.run.ctx.work.sharded:
+            raise UsageError("--guard: no rank of this run has another one's weights or gradients; remove --guard")
+
     def wrap_compute(self, compute: Compute) -> Compute:
         self.is_called = True
         return twice(compute, self.run.state) if self.run.config.guard else compute
@@ -31,7 +35,7 @@ class Guard(Callback):
             raise UsageError("--guard: main.py does not call run.checked(compute_gradients)")
 
     def saving(self) -> None:
-        if self.run.config.guard != 0 and not self.run.config.shard:
+        if self.run.config.guard != 0 and not self.run.ctx.work.sharded:
             check_replicas(self.run.checkpoints.state, self.run.ctx)
 
 

@@ -30,7 +30,8 @@ class RankSpeeds(Callback):
     def wrapped(self, model: Any, task: Any) -> None:
         config = self.run.config
         # With these options, a forward pass waits for other ranks. A single one has no other to be compared with.
-        if self.ctx.world_size > 1 and not (config.shard or config.sync_bn or config.compile or config.evaluate):
+        waits = self.ctx.work.sharded or config.sync_bn or config.compile or config.evaluate
+        if self.ctx.world_size > 1 and not waits:
             start, stop = self.forward.start, self.forward.stop
             self.hooks += [
                 model.register_forward_pre_hook(lambda *_: start() if torch.is_grad_enabled() else None),
