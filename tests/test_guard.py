@@ -32,7 +32,7 @@ def flip(tensor: torch.Tensor, bit: int = 16) -> None:
 def flip_state(where: str, run: Run) -> None:
     """On rank 1, a weight after step 6, or its momentum after step 8: another step would change the weight as well."""
     if run.ctx.rank == 1 and run.state.step == {"weight": 6, "momentum": 8, "average": 6}[where]:
-        model, optimizer, ema = (run.checkpoints.state[name] for name in ("model", "optimizer", "ema"))
+        model, optimizer, ema = (run.checkpoints.fields[name] for name in ("model", "optimizer", "ema"))
         weight = model.fc2.weight
         if where == "momentum":
             flip(optimizer.state[weight]["momentum_buffer"])
@@ -50,7 +50,7 @@ def flip_gradient(run: Run) -> None:
             flip(gradient)
             return gradient
 
-        hook = run.checkpoints.state["model"].fc2.weight.register_hook(once)
+        hook = run.checkpoints.fields["model"].fc2.weight.register_hook(once)
 
 
 @fault(45)

@@ -291,7 +291,7 @@ def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path, monkeypatch
 
     def save_infinite(self: CheckpointManager, sync_logs: Any) -> None:
         infinite = self.ctx.rank == 2 and self.train_state.step == 4
-        states = self.state["optimizer"].state.values() if infinite else ()
+        states = self.fields["optimizer"].state.values() if infinite else ()
         first = next((rows for state in states if len(rows := local(state["momentum_buffer"]))), torch.zeros(1))
         before = first.clone()
         first.fill_(float("inf") if infinite else 0)

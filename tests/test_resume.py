@@ -26,8 +26,8 @@ import images
 import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.fit import run_differences
 from ddp.checkpoint.manager import CheckpointManager
+from ddp.checkpoint.state import run_differences
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.errors import UsageError
 from ddp.core.files import hash_source_files

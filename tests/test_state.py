@@ -59,5 +59,5 @@ def test_other_operations_on_tensors_of_the_same_shape_are_different_calls() -> 
         rank: Report("", 1.0, [Collective("gloo 0 7", operation, "float [2]", f"main.py:{rank}", 1.0)])
         for rank, operation in enumerate(("all_reduce", "broadcast"))
     }
-    found = rank_reports.differences(reports)
+    found = rank_reports.find_mismatch(reports)
     assert found == "rank 0 called all_reduce at main.py:0, but rank 1 called broadcast at main.py:1"

@@ -106,7 +106,7 @@ def whole_run(killed_in: int, folder: Path) -> None:
 
     def advance_and_die(run: Any) -> None:
         advance(run)
-        length = run.log.steps_per_epoch
+        length = run.run_log.steps_per_epoch
         after = {1: SAVED_EVERY + 2, 2: SAVED_EVERY - 1}.get(killed_in, 0)  # steps of the epoch
         if run.state.step == (killed_in - 1) * length + min(after, length):
             run.checkpoints.writer.done.wait()

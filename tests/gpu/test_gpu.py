@@ -402,7 +402,7 @@ _advance = ddp.training.run.Run.advance
 def advance(self):
     _advance(self)
     if self.ctx.rank == 1 and self.state.step == 15:
-        weight = self.checkpoints.state["model"].fc2.weight.detach()
+        weight = self.checkpoints.fields["model"].fc2.weight.detach()
         weight.view(torch.int32).flatten()[100] ^= 8
 ddp.training.run.Run.advance = advance
 """

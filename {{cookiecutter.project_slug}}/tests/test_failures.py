@@ -28,7 +28,7 @@ def hang(run: Run) -> None:
 
 def poison(run: Run) -> None:
     """Make a weight infinite, as a diverging run does."""
-    model = next(part for part in run.checkpoints.state.values() if isinstance(part, torch.nn.Module))
+    model = next(part for part in run.checkpoints.fields.values() if isinstance(part, torch.nn.Module))
     torch.nn.init.constant_(next(weight for weight in model.parameters() if weight.requires_grad), float("nan"))
 
 

@@ -31,7 +31,7 @@ def test_the_times_add_up_over_a_kill(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_at_the_next_save(tmp_path: Path) -> None:
     def flip(run: Run) -> None:
         if run.state.step == 3 and run.ctx.rank == 1:
-            weight: Any = next(run.checkpoints.state["model"].parameters())
+            weight: Any = next(run.checkpoints.fields["model"].parameters())
             with torch.no_grad():
                 weight.view(-1)[0] += 1
 

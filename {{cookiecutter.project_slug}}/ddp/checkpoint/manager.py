@@ -13,15 +13,14 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint
-from ddp.checkpoint.fit import run_differences, scale_change
-from ddp.checkpoint.state import TrainState, check_parts, check_state, digest, snapshot
+from ddp.checkpoint.state import TrainState, check_parts, check_state, digest, run_differences, scale_change, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
-from ddp.core.background import BackgroundJob
 from ddp.core.callbacks import WriteRest
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
+from ddp.core.threads import BackgroundJob
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import DistContext
@@ -37,7 +36,7 @@ class CheckpointManager:
 
     def __init__(self, config: RunConfig, ctx: DistContext) -> None:
         self.config, self.ctx = config, ctx
-        self.state: dict[str, Any] = {}  # the parts of every checkpoint, by name
+        self.fields: dict[str, Any] = {}  # of Training that every checkpoint holds, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
         self.writer = BackgroundJob("checkpoint writer")
@@ -57,7 +56,7 @@ class CheckpointManager:
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
         # 2. Collect the state of this run. state_dict() has no collective.
-        for part in self.state.values():
+        for part in self.fields.values():
             if hasattr(part, "before_save"):
                 part.before_save()
         content = {**self.facts, **self._states(), **asdict(self.train_state)}
@@ -90,11 +89,10 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
-        # A write may take longer than --timeout, for which the others wait: so rank 0 answers now and then.
-        while not self.ctx.on_main(self.writer.finish, self.config.timeout / 4):
+        while not self.ctx.on_main(self.writer.finish, self.config.timeout / 4):  # see wait_on_main
             if self.writer.error is not None:  # this rank could not even tell rank 0
                 raise self.writer.error
-        self.writer.done.wait()  # other ranks have written their rows by now
+        self.writer.done.wait()  # what other ranks write is on disk by now
         if self.last_step is not None:
             self._report_saved(self.last_step)
 
@@ -109,7 +107,7 @@ class CheckpointManager:
             self.ctx.monitor.share_saved(step)  # for the other ranks
 
     def _states(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.state.items()}
+        return {name: part.state_dict() for name, part in self.fields.items()}
 
     def check_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
         """Raise Diverged for a value that became infinite or NaN. tensors: pairs of keys and whatever they lead to."""
@@ -118,7 +116,7 @@ class CheckpointManager:
 
     def _find_non_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> list[str]:
         """The names of those with a value that is not finite."""
-        checked = [name for name, part in self.state.items() if not getattr(part, "may_be_infinite", False)]
+        checked = [name for name, part in self.fields.items() if not getattr(part, "may_be_infinite", False)]
         return [
             ".".join(map(str, keys))
             for keys, part in tensors
@@ -132,12 +130,12 @@ class CheckpointManager:
         Parts that are None are left out. A part may have a method before_save(), which every save calls on all ranks.
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
-        self.state = {name: part for name, part in state.items() if part is not None}
-        check_parts(self.state, self._reserved())
-        models = [name for name, part in self.state.items() if isinstance(part, torch.nn.Module)]
+        self.fields = {name: part for name, part in state.items() if part is not None}
+        check_parts(self.fields, self._reserved())
+        models = [name for name, part in self.fields.items() if isinstance(part, torch.nn.Module)]
         self.facts |= {
             # Of models, names and sizes of the weights are compared instead of the class.
-            "classes": {name: type(part).__name__ for name, part in self.state.items() if name not in models},
+            "classes": {name: type(part).__name__ for name, part in self.fields.items() if name not in models},
             "global_batch": train_loader.global_batch,
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
@@ -156,32 +154,38 @@ class CheckpointManager:
         return content.get("path")
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
-        """Its two results, with each tensor of a module in the place that it has in `states`."""
-        plain = [name for name, part in self.state.items() if has_plain_state(part)]
-        targets: dict[Any, Any] = {
-            keys: part
-            for keys, part in named_leaves(states)
-            if isinstance(part, torch.Tensor) and (keys[0] in plain or is_split(part))
-        }
-        # The optimizer has no state yet, which will have the shapes of weights.
-        targets |= {part.shape: part for part in [*targets.values()] if is_split(part)}
-        return read_on_main(self.ctx, read, partial(self._keep, targets), later=self.state)
+        """The results of `read_on_main`, with each tensor where `states` have it, or what will take its place."""
+        tensors = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
+        places = {keys: tensor for keys, tensor in tensors.items() if self._is_plain(keys[0]) or is_split(tensor)}
+        like = {tensor.shape: tensor for tensor in places.values() if is_split(tensor)}
+        return read_on_main(self.ctx, read, partial(self._keep, places, like), later=self.fields)
 
-    def _keep(self, targets: Mapping[Any, Any], keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` where it will be, so that no rank needs memory for a second model."""
-        optimizer = isinstance(self.state.get(keys[0]), torch.optim.Optimizer)
-        target = targets.get(tensor.shape if optimizer else keys)
-        if target is not None and is_split(target):
-            self.received.append(checksum(tensor))
-            rows = split_like(target, tensor)
-            if not has_plain_state(self.state.get(keys[0])) or rows.dtype != target.dtype:
-                return rows
-            local(target).copy_(local(rows))
-            return target
-        if target is not None and (target.shape, target.dtype) == (tensor.shape, tensor.dtype):
+    def _is_plain(self, name: str) -> bool:
+        """Whether the field is a module whose load_state_dict only copies into the tensors of its state_dict."""
+        return getattr(type(self.fields[name]), "load_state_dict", None) is torch.nn.Module.load_state_dict
+
+    def _keep(self, places: Mapping[Any, Any], like: Mapping[Any, Any], keys: Any, tensor: torch.Tensor) -> Any:
+        """`tensor` where it will be, so that no rank needs memory for a second model.
+
+        places: by keys. like: weights that are split, by shape; the state of an optimizer, which has none yet, is split
+        as they are.
+        """
+        if isinstance(self.fields.get(keys[0]), torch.optim.Optimizer):
+            if tensor.shape in like:
+                return self._own_rows(like[tensor.shape], tensor)
+            return tensor.to(self.ctx.device if tensor.dim() else "cpu", copy=True)
+        place = places.get(keys, tensor)
+        ours = self._own_rows(place, tensor) if is_split(place) else tensor
+        fits = place is not tensor and (place.shape, place.dtype) == (ours.shape, ours.dtype)
+        if fits and self._is_plain(keys[0]):
             with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
-                return target.copy_(tensor)  # type: ignore[no-any-return]
-        return tensor.to(self.ctx.device if optimizer and tensor.dim() else "cpu", copy=True)
+                local(place).copy_(local(ours))
+                return place
+        return ours if is_split(place) else tensor.to("cpu", copy=True)
+
+    def _own_rows(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        self.received.append(checksum(tensor))
+        return split_like(like, tensor)
 
     def load_best(self) -> TrainState | None:
         """Load best.pt, all but optimizers, and return its progress. Call on every rank, after the last step.
@@ -252,10 +256,9 @@ class CheckpointManager:
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
-        self.ctx.on_main(self.writer.start, self.directory.prune)  # a crash may have prevented it after the last save
 
     def _load_parts(self, content: Mapping[str, Any], receive: Callable[[str], Any], *, for_training: bool) -> None:
-        for name, part in self.state.items():
+        for name, part in self.fields.items():
             if not for_training and isinstance(part, torch.optim.Optimizer | torch.amp.GradScaler):
                 continue  # not evaluated, and its options may differ
             if name not in content:
@@ -266,8 +269,3 @@ class CheckpointManager:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
-
-
-def has_plain_state(part: Any) -> bool:
-    """Whether `part` is a module whose load_state_dict only copies into the tensors of its state_dict."""
-    return getattr(type(part), "load_state_dict", None) is torch.nn.Module.load_state_dict

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from ddp.checkpoint.archive import InvalidCheckpoint, link, load, verify, write
-from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.files import storage_errors
 from ddp.core.parts import missing_part, of_parts
 from ddp.core.run_config import RESUME_WORDS, RunConfig
+from ddp.core.threads import BackgroundJob
 from ddp.distributed.process_group import AS_IT_IS, DistContext, ForTensor
 from ddp.distributed.tensors import leaves
 
@@ -166,8 +166,7 @@ def read_on_main(
     found: dict[str, Any] = {}
     reader = BackgroundJob("checkpoint reader")
     ctx.on_main(reader.start, lambda: found.update(read()))
-    while not ctx.on_main(reader.finish, ctx.monitor.timeout / 4):  # the others would take it for lost
-        pass
+    ctx.wait_on_main(reader)
     content = ctx.broadcast_tree({name: None if name in later else part for name, part in found.items()}, keep)
     return content, lambda name: ctx.broadcast_tree({name: found.pop(name, None)}, keep)[name]
 

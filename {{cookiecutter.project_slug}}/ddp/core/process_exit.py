@@ -33,7 +33,8 @@ class ProcessExit:
 
     def __init__(self) -> None:
         self.rank, self.report_grace_s = 0, REPORT_GRACE_S
-        self.exiting_with: int | None = None  # the exit code, once it is known
+        self.exit_code: int | None = None  # once it is known
+        self.agreed = False  # whether all ranks exit with it, and know that
         self.signalled = threading.Event()  # set when the launcher signals a process that is already exiting
         self.saved_step: int | None = None  # the step of the last checkpoint on disk
         # Why this process exits. Keeps what its frames hold: after a fault of the GPU, freeing a tensor aborts.
@@ -42,6 +43,10 @@ class ProcessExit:
         self.on_hard_exit: Callable[[int, str], None] = lambda code, message: None
         # Tells the other ranks about an error, or learns that another rank failed first. Returns the root cause.
         self.resolve_root_cause: Callable[[BaseException], BaseException] = lambda error: error
+
+    def agree(self, code: int) -> None:
+        """All ranks exit with `code`, and know it: what follows is no failure, and a signal no second request."""
+        self.exit_code, self.agreed = code, True
 
     def record_saved(self, step: int) -> None:
         """Record that the checkpoint of `step` is on disk: the launcher counts restarts anew when steps progress."""
@@ -79,7 +84,7 @@ class ProcessExit:
 
     def _record(self, error: BaseException) -> int:
         """Write torchrun's error file, from which torchrun and launch_node.sh learn what happened."""
-        code = self.exiting_with = exit_code_of(error)
+        code = self.exit_code = exit_code_of(error)
         if code != 0:
             info = {"timestamp": str(int(time.time())), "cause": not isinstance(error, PeerFailed)}
             message = {"message": one_line(error), "errorCode": code, "extraInfo": info}

@@ -132,7 +132,7 @@ class StopSignal(SignalHandler):
                 self.receive(signal.SIGTERM)  # as the kernel does on Linux
             # Not at once: a stop usually takes a moment, and launchers signal the survivors of a killed rank as well.
             late = self.reason is not None and time.monotonic() - self.requested_at > NOTICE_AFTER_S
-            if late and self.defer_to_step_end and process_exit.exiting_with is None and not self.announced:
+            if late and self.defer_to_step_end and process_exit.exit_code is None and not self.announced:
                 self.announced = True
                 again = " (signal again to quit immediately)" if self.first is not None else ""
                 log.info("stop requested: saving and exiting after this step%s", again)
@@ -146,14 +146,14 @@ class StopSignal(SignalHandler):
 
     def receive(self, number: int, frame: Any = None) -> None:
         """Count one request. Launchers also signal a process that is already exiting: there, the count begins anew."""
-        if process_exit.exiting_with is not None and not process_exit.signalled.is_set():
+        if process_exit.exit_code is not None and not process_exit.signalled.is_set():
             process_exit.signalled.set()
             self.first = None
         super().receive(number)
 
     def on_first(self) -> None:
         """Decide before the main thread can see the reason: the kernel also sends SIGTERM when the launcher dies."""
-        if process_exit.exiting_with is not None:
+        if process_exit.exit_code is not None:
             return
         gone = self._launcher_gone()
         if self.first == signal.SIGTERM and self.parent:
@@ -165,8 +165,8 @@ class StopSignal(SignalHandler):
             process_exit.hard_exit(process_exit.resolve_root_cause(error))
 
     def on_second(self) -> None:
-        if process_exit.exiting_with is not None:  # something keeps the process: a thread of the user's, for example
-            os._exit(process_exit.exiting_with)
+        if process_exit.exit_code is not None:  # something keeps the process: a thread of the user's, for example
+            os._exit(process_exit.exit_code)
         assert self.second is not None
         error = QuitImmediately(self.second)
         telling = threading.Thread(target=process_exit.resolve_root_cause, args=(error,), daemon=True)

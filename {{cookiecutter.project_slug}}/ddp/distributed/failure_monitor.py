@@ -34,7 +34,7 @@ from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack
-from ddp.core.timeout import Result, call_with_timeout
+from ddp.core.threads import Result, call_with_timeout
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, read_key
@@ -119,8 +119,7 @@ class FailureMonitor:
 
     def resolve_root_cause(self, error: BaseException) -> BaseException:
         """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
-        together = process_exit.exiting_with is not None  # all ranks exit at the same point, and know it
-        if not self.others or together or isinstance(error, PeerFailed) or error is self.cause:
+        if not self.others or process_exit.agreed or isinstance(error, PeerFailed) or error is self.cause:
             return error
         stop_signal.announced = True  # no step will follow
         if _is_comm_error(error):
@@ -251,28 +250,41 @@ class FailureMonitor:
         broken = self.state == State.BROKEN
         stuck = not broken and self._gpu_is_stuck()
         reports = self._ask() if broken or stuck or self._stop_is_overdue() else None
-        if reports is None or not (broken or stuck or self._stop_is_overdue()):  # the ranks may have agreed meanwhile
+        if reports is None:
             return None
         silent = [rank for rank in self.others if rank not in reports]
         lost = numbered("rank", [rank for rank in silent if not self.store.check([f"done/{rank}"])])
-        if stuck and not lost:
-            dump_stacks(self.rank)
-        if (broken or stuck) and (mismatch := rank_reports.differences(reports)):
+        if broken:
+            return self._why_broken(reports, silent, lost)
+        if stuck:
+            return self._why_stuck(reports, lost)
+        return self._lost(lost) if lost and self._stop_is_overdue() else None  # the ranks may have agreed meanwhile
+
+    def _why_broken(self, reports: Reports, silent: list[int], lost: str) -> PeerLost:
+        """A collective raised an error."""
+        if mismatch := rank_reports.find_mismatch(reports):
             return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
         if lost:
             return self._lost(lost)
-        where, limit = rank_reports.where_ranks_are(reports), f"{self.timeout:g} s (--timeout)"
-        if stuck:
-            waited = f"the GPU of rank {self.rank} waited {limit} for another rank"
-            return RankHangs(f"{waited}: {where}; see the stacks above")
-        if not broken:
-            return None
         if silent:
             return PeerLost(f"{numbered('rank', silent)} left early")
+        where = rank_reports.where_ranks_are(reports)
         late = numbered("rank", [rank for rank, report in reports.items() if not report.waited_s])
         if late and self._timed_out(max(report.waited_s for report in reports.values())):
+            limit = f"{self.timeout:g} s (--timeout)"
             return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
         return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")
+
+    def _why_stuck(self, reports: Reports, lost: str) -> PeerLost:
+        """The GPU has worked on one step for --timeout."""
+        if not lost:
+            dump_stacks(self.rank)
+        if mismatch := rank_reports.find_mismatch(reports):
+            return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
+        if lost:
+            return self._lost(lost)
+        waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
+        return RankHangs(f"{waited}: {rank_reports.where_ranks_are(reports)}; see the stacks above")
 
     def _explain_wait(self) -> CollectiveMismatch | None:
         """If a rank has waited long in a collective, print on rank 0 where each one is: it is not an error yet.

@@ -21,7 +21,7 @@ from ddp.core.process_exit import process_exit, tell_launcher, translate_excepti
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
-from ddp.core.timeout import call_with_timeout
+from ddp.core.threads import BackgroundJob, call_with_timeout
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
@@ -96,6 +96,11 @@ class DistContext:
         if failure is not None:
             raise PeerFailed(f"rank {self.rank} is exiting because rank 0 failed: {failure}", code)
         return value
+
+    def wait_on_main(self, job: BackgroundJob) -> None:
+        """Wait for a job of rank 0, which may take longer than --timeout; raise what it raised. Call on every rank."""
+        while not self.on_main(job.finish, self.monitor.timeout / 4):
+            pass  # rank 0 answers now and then: the others would take it for lost
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill `tensor`, contiguous and in host memory, with rank 0's values. Call on every rank."""

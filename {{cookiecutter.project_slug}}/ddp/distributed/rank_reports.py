@@ -163,7 +163,7 @@ def collective_count(*devices: torch.device) -> int:
     return 0
 
 
-def differences(reports: Reports, *, in_number: bool = False) -> str:
+def find_mismatch(reports: Reports, *, in_number: bool = False) -> str:
     """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`; empty if they are alike.
 
     Begins with alike calls from different lines. They are a mistake only if a later call differs, or the number of
@@ -188,7 +188,7 @@ def certain_mismatch(reports: Reports) -> str:
         rank: each._replace(collectives=[one for one in each.collectives if one.waited_s])
         for rank, each in reports.items()
     }
-    return differences(waiting) and differences(reports)
+    return find_mismatch(waiting) and find_mismatch(reports)
 
 
 def _list_calls(calls: dict[int, Collective]) -> str:
@@ -216,7 +216,7 @@ def describe_wait(reports: Reports, after_s: float) -> str:
     if max(report.waited_s for report in reports.values()) < after_s:
         return ""
     reasons = [where_ranks_are(reports)]
-    if different := differences(reports):
+    if different := find_mismatch(reports):
         reasons.append(f"these are different collectives: {different}")
     elif all(report.waited_s for report in reports.values()):
         if any(each.waited_s and not each.key.startswith("gloo") for each in reports[0].collectives):

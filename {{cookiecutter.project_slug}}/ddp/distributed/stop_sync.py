@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp.core.errors import CollectiveMismatch
 from ddp.core.signals import stop_signal
-from ddp.distributed.rank_reports import MISMATCH_ADVICE, collective_count, differences, own_report
+from ddp.distributed.rank_reports import MISMATCH_ADVICE, collective_count, find_mismatch, own_report
 from ddp.distributed.tensors import CpuStreams
 
 SYNC_INTERVAL_S = 0.5
@@ -25,6 +25,22 @@ class StopDecision(NamedTuple):
 
     reason: int | None
     save_failed: bool
+
+
+class SyncFacts(NamedTuple):
+    """What the ranks share in one all-reduce: the largest number of each, or the smallest."""
+
+    reason: float  # to stop, the largest of all ranks: LAUNCHER_GONE is larger than all signals
+    save_failed: float  # 1 on any rank
+    step_s: float  # of the slowest rank
+    most: float  # collectives that a rank has called
+    fewest: float
+    least_s: float  # that a rank needed for the last sync
+
+    def of_all_ranks(self, tree: dist.ProcessGroup | None) -> "SyncFacts":
+        """Call on every rank."""
+        signs = torch.tensor([1, 1, 1, 1, -1, -1], dtype=torch.double)  # a maximum with its sign changed is a minimum
+        return SyncFacts(*(signs * largest(signs * torch.tensor(self, dtype=torch.double), tree)).tolist())
 
 
 class StopRequested(Exception):
@@ -70,29 +86,30 @@ class StopSync:
             return None
         before.wait()  # a GPU may have many steps to do; after this, only the last one
         step_s = (time.perf_counter() - self.since) / self.interval
-        # The largest reason wins: LAUNCHER_GONE is larger than all signals. The slowest rank determines when to sync
-        # next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more of a small model's step.
         count = collective_count(self.streams.device)
-        ours = [float(stop_signal.reason or 0), float(self.save_failed()), step_s, count, -count, -self.took_s]
+        ours = SyncFacts(stop_signal.reason or 0, self.save_failed(), step_s, count, count, self.took_s)
         self.asked_at = time.perf_counter()
-        everyone = largest(torch.tensor(ours, dtype=torch.double), self.tree)
+        everyone = ours.of_all_ranks(self.tree)
         self.took_s, self.asked_at = time.perf_counter() - self.asked_at, None
-        reason, failed, self.step_s, most, fewest, least = everyone.tolist()
-        usual = self.cost_s or -least
-        self.cost_s = usual + (min(-least, 2 * usual) - usual) / 8  # one slow answer adds little
+        self.step_s, usual = everyone.step_s, self.cost_s or everyone.least_s
+        self.cost_s = usual + (min(everyone.least_s, 2 * usual) - usual) / 8  # one slow answer adds little
         self.trained_s += self.step_s * self.interval * self.training
-        if most != -fewest:  # over NCCL, they would add up gradients of different steps, without an error
+        if (
+            everyone.most != everyone.fewest
+        ):  # over NCCL, they would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])
-            found = differences(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
+            found = find_mismatch(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"
             raise CollectiveMismatch(f"{found}: {MISMATCH_ADVICE}")
+        # The slowest rank determines when to sync next: over gloo, an all-reduce takes 0.1 to 0.3 ms, a percent or more
+        # of a small model's step.
         self.interval_s = max(SYNC_INTERVAL_S, self.cost_s / MAX_COST)
         # At most twice as many as were measured: a GPU has not done the first step yet when its time is taken.
         longest = min(max(MAX_STEPS_BETWEEN_SYNCS, self.cost_s / MAX_COST / self.step_s), 2 * self.interval)
         self.steps_left = self.interval = int(min(longest, max(1.0, self.interval_s / self.step_s)))
         self.since = time.perf_counter()
-        self.decided = bool(reason or failed)
-        return StopDecision(int(reason) or None, bool(failed)) if self.decided else None
+        self.decided = bool(everyone.reason or everyone.save_failed)
+        return StopDecision(int(everyone.reason) or None, bool(everyone.save_failed)) if self.decided else None
 
 
 def largest(values: torch.Tensor, tree: dist.ProcessGroup | None) -> torch.Tensor:

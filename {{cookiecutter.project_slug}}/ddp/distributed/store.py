@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddp.core.errors import PeerLost, SetupError, numbered
 from ddp.core.host import is_own_address, own_address, port_problem
 from ddp.core.run_config import ROUND_VARIABLE
-from ddp.core.timeout import call_with_timeout
+from ddp.core.threads import call_with_timeout
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import RankEnv
 

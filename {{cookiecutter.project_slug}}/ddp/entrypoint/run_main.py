@@ -80,7 +80,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     except BaseException as error:
         process_exit.error = error
         return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
-    process_exit.exiting_with = 0
+    process_exit.agree(0)
     tell_launcher("done", "")
     return 0
 

@@ -44,7 +44,7 @@ from ddp.core.errors import (
 )
 from ddp.core.host import allow_many_files, is_own_address, own_addresses, plain, port_problem
 from ddp.core.run_config import ROUND_VARIABLE
-from ddp.core.timeout import call_with_timeout
+from ddp.core.threads import call_with_timeout
 from ddp.launcher.node_record import (
     BEAT_INTERVAL_S,
     DEAD_S,

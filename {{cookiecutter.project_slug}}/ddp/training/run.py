@@ -49,7 +49,7 @@ class Run:
         self.checkpoints = CheckpointManager(config, ctx)
         self.state = self.checkpoints.train_state
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
-        self.log = RunLog(config, ctx, self.checkpoints, trackers)
+        self.run_log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
         self.frozen = False
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
@@ -70,14 +70,14 @@ class Run:
         self.train_loader, self.meter = train_loader, parts["meter"]
         self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
         resumed_from = self.checkpoints.resume(train_loader, parts)
-        self.log.start(train_loader, resumed_from)
+        self.run_log.start(train_loader, resumed_from)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
-            self.ctx.on_main(self.log.open_files)
+            self.ctx.on_main(self.run_log.open_files)
             for each in self.ctx.callbacks:
                 each.started()
         elif resumed_from is None:
-            where = self.log.output_dir.checkpoints
+            where = self.run_log.output_dir.checkpoints
             raise UsageError(f"--evaluate: there is no checkpoint in {where}; train first, or use --resume PATH")
         self._seed_epoch()
         stop_signal.defer_to_step_end = True
@@ -88,11 +88,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
-        with self.log.paused("saving"):
+        with self.run_log.paused("saving"):
             for each in self.ctx.callbacks:
                 each.saving()
-            self.log.flush()
-            self.checkpoints.save(self.log.output_dir.sync_logs)
+            self.run_log.flush()
+            self.checkpoints.save(self.run_log.output_dir.sync_logs)
 
     # ---- stopping ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Run:
         decision = decision or self.ctx.stop_sync.maybe_sync()
         for each in self.ctx.callbacks:
             each.synced()
-        self.log.write_status(max_age_s=HEARTBEAT_S)  # a killed run leaves its last sign of life
+        self.run_log.write_status(max_age_s=HEARTBEAT_S)  # a killed run leaves its last sign of life
         if decision is not None and decision.save_failed:
             self.checkpoints.wait()  # raises the error of rank 0
         if decision is None or decision.reason is None:
@@ -132,14 +132,14 @@ class Run:
                 each.finish(max(1.0, LAST_SAVE_TIMEOUT_S - waited))
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, text)
-        process_exit.exiting_with = error.exit_code  # from now on, torchrun's SIGTERM is not a second request
+        process_exit.agree(error.exit_code)
         raise error from None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def log_summary(self, model: torch.nn.Module, *eval_loaders: EvalLoader) -> None:
         """Print what is about to run."""
-        self.log.log_summary(model, eval_loaders, self.schedules[0].peak)
+        self.run_log.log_summary(model, eval_loaders, self.schedules[0].peak)
         if self.finished() and not self.config.evaluate:
             limit = "--patience" if self._is_out_of_patience() else "--epochs or --max-steps"
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
@@ -165,8 +165,8 @@ class Run:
         Before each, it seeds all generators for the step and the rank, and sets the learning rate.
         """
         state, loader = self.state, self.train_loader
-        self.log.start_epoch()
-        self.log.enter("productive")
+        self.run_log.start_epoch()
+        self.run_log.enter("productive")
         self.ctx.stop_sync.restart(training=True)
         left = max(0, self.max_steps - state.step)
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
@@ -177,8 +177,8 @@ class Run:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
-        self.log.enter("evaluation")
-        self.log.close_bar()
+        self.run_log.enter("evaluation")
+        self.run_log.close_bar()
 
     def advance(self) -> None:
         """Count one optimizer step. Log it every --log-every steps, and save it every --checkpoint-every steps.
@@ -192,12 +192,12 @@ class Run:
             gc.collect()
             gc.freeze()
             self.frozen = True
-        self.log.step()
+        self.run_log.step()
         complete = self._epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
-            on_console = not at_end and self.log.steps_per_epoch > self.config.log_every
-            self.log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.taken, on_console=on_console)
+            on_console = not at_end and self.run_log.steps_per_epoch > self.config.log_every
+            self.run_log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.taken, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
@@ -212,7 +212,7 @@ class Run:
         state, complete = self.state, self._epoch_is_complete()
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
-        self.log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)
+        self.run_log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)
         state.evaluated_step = state.step
         for schedule in self.schedules if complete else ():
             schedule.end_epoch(metrics)
@@ -236,28 +236,28 @@ class Run:
 
     def to_tensorboard(self, write: Callable[[Any, int], Any]) -> None:
         """Call `write(SummaryWriter, step)`, on rank 0 only, once there is a line of metrics. Not a collective."""
-        if self.log.metrics is not None:
-            self.log.metrics.to_tensorboard(lambda writer: write(writer, self.state.step))
+        if self.run_log.metrics is not None:
+            self.run_log.metrics.to_tensorboard(lambda writer: write(writer, self.state.step))
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
         """Log one of the last evaluations."""
-        self.log.log_eval(metrics, eval_loader, self.evaluated_state)
+        self.run_log.log_eval(metrics, eval_loader, self.evaluated_state)
 
     # ---- the end: recorded in status.json and for the user. Not collective: other ranks may be gone -----------------
 
     def succeed(self) -> None:
         """The run is complete. Call on rank 0 only."""
-        if self.log.metrics is None:  # nothing was trained
+        if self.run_log.metrics is None:  # nothing was trained
             return
-        path, best = self.log.output_dir.path, self.state.best is not None
+        path, best = self.run_log.output_dir.path, self.state.best is not None
         with storage_errors(path):
-            self.log.close()
-            self.log.write_status(0, done=True)
+            self.run_log.close()
+            self.run_log.write_status(0, done=True)
         newest = next(iter(self.checkpoints.directory.paths()), None)
         if newest is None:  # a finished run's checkpoint, in a new directory
             return
         metrics = f"; best at step {self.state.best_step:,}: val {format_metrics(self.state.best_metrics)}"
-        log.info(f"done in {time.perf_counter() - self.log.started:,.0f} s{metrics if best else ''}")
+        log.info(f"done in {time.perf_counter() - self.run_log.started:,.0f} s{metrics if best else ''}")
         self._log_summaries()
         log.info(f"  best weights  {path / 'best.pt'}" if best else f"  weights       {newest}")
         log.info(f"  curves        tensorboard --logdir {shlex.quote(str(path / 'tensorboard'))}")
@@ -272,11 +272,11 @@ class Run:
             last = next(iter(self.checkpoints.directory.paths()), "none")
             error.args = (f"{error} (noticed at step {self.state.step:,}; last good checkpoint: {last})",)
         self.ctx.monitor.add_saved_step(error)
-        if self.log.metrics is not None:
+        if self.run_log.metrics is not None:
             self._log_summaries()
         with suppress(Exception):  # a full disk, for example, must not hide the first error
-            self.log.write_status(exit_code_of(error), one_line(error))
-            self.log.close()
+            self.run_log.write_status(exit_code_of(error), one_line(error))
+            self.run_log.close()
 
     def _log_summaries(self) -> None:
         for line in filter(None, [each.summary() for each in self.ctx.callbacks]):
@@ -286,7 +286,7 @@ class Run:
         """The process exits now, from a thread."""
         if code < 128:
             self.checkpoints.writer.done.wait(LAST_SAVE_TIMEOUT_S)
-        self.log.write_status(code, message)
+        self.run_log.write_status(code, message)
 
 
 def prepare(config: Config, rank_env: RankEnv) -> Config:
@@ -329,7 +329,7 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
     run = Run(config, ctx, metric, trackers)
     ctx.callbacks[:] = chain.from_iterable(callbacks(run) for callbacks in of_parts("callbacks"))
     if not config.evaluate:
-        ctx.on_main(run.log.output_dir.open)
+        ctx.on_main(run.run_log.output_dir.open)
         for each in ctx.callbacks:
             each.opened()
     process_exit.on_hard_exit = run.hard_exit

@@ -43,7 +43,7 @@ class RankFiles(Callback):
 
     def resumed(self, content: Mapping[str, Any]) -> None:
         if self.ctx.work.sharded:
-            check_optimizers(self.checkpoints.state)
+            check_optimizers(self.checkpoints.fields)
 
     def started(self) -> None:
         """Find out whether all ranks can write what rank 0 can read."""

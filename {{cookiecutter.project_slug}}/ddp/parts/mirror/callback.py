@@ -3,9 +3,9 @@
 import logging
 from typing import Any
 
-from ddp.core.background import BackgroundJob
 from ddp.core.callbacks import Callback
 from ddp.core.signals import stop_signal
+from ddp.core.threads import BackgroundJob
 from ddp.parts.mirror.mirror import Mirror
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,9 @@ class MirrorCallback(Callback):
 
     def opened(self) -> None:
         """Connect, and download its newest checkpoint if it is newer than ours."""
-        opening, timeout = BackgroundJob("mirror"), self.config.timeout / 4  # the others would take rank 0 for lost
+        opening = BackgroundJob("mirror")
         self.ctx.on_main(opening.start, self.mirror.open)
-        while not self.ctx.on_main(opening.finish, timeout):
-            pass
+        self.ctx.wait_on_main(opening)
 
     def started(self) -> None:
         self.ctx.on_main(self.mirror.claim)

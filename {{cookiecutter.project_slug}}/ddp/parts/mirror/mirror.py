@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from ddp.checkpoint.archive import BLOCK, InvalidCheckpoint, verify
 from ddp.checkpoint.storage import FILES, NAME, CheckpointDirectory, step_of
-from ddp.core.background import BackgroundJob
 from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
 from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
 from ddp.core.options import flag_of
 from ddp.core.run_config import RunConfig
+from ddp.core.threads import BackgroundJob
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -36,7 +36,7 @@ class Guard(Callback):
 
     def saving(self) -> None:
         if self.run.config.guard != 0 and not self.run.ctx.work.sharded:
-            check_replicas(self.run.checkpoints.state, self.run.ctx)
+            check_replicas(self.run.checkpoints.fields, self.run.ctx)
 
 
 def twice(compute_gradients: Compute, state: TrainState) -> Compute:

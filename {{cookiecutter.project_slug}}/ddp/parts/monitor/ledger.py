@@ -43,9 +43,9 @@ class Ledger(Callback):
 
     def resumed(self, content: Mapping[str, Any]) -> None:
         self.waited_s = lambda: self.run.train_loader.wait_s
-        folder = self.run.log.output_dir.path
+        folder = self.run.run_log.output_dir.path
         status = read_status(folder) if self.run.ctx.rank == 0 else {}  # its ledger is the run's
-        own = content and Path(content["path"]).parent == self.run.log.output_dir.checkpoints
+        own = content and Path(content["path"]).parent == self.run.run_log.output_dir.checkpoints
         lost = not content and status.get("step") and status["state"] in ("running", "failed")  # before the first save
         if own or lost:  # an earlier version has saved it as "time"
             saved = content.get("callbacks", {}).get("Ledger") or content.get("time", {})

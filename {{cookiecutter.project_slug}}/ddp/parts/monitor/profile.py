@@ -20,7 +20,7 @@ class Profile(Callback):
 
     def started(self) -> None:
         if self.run.ctx.rank == 0:
-            folder = self.run.log.output_dir.path / "profile"
+            folder = self.run.run_log.output_dir.path / "profile"
             folder.mkdir(parents=True, exist_ok=True)
             active = LAST_STEP - FIRST_STEP + 1
             window = schedule(skip_first=FIRST_STEP - 2, wait=0, warmup=1, active=active, repeat=1)

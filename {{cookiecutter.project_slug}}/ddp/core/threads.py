@@ -1,7 +1,13 @@
-"""One job at a time in a thread."""
+"""Work in another thread: one job at a time; a call that may block without end."""
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from ddp.core.errors import UserError
+
+Result = TypeVar("Result")
 
 
 class BackgroundJob:
@@ -31,3 +37,20 @@ class BackgroundJob:
         if self.error is not None:
             raise self.error
         return done
+
+
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """What `call` returns; None if it fails or takes longer. Its thread is left behind then.
+
+    For a call such as one to a store whose machine is cut off.
+    """
+    results: list[Result] = []
+
+    def run() -> None:
+        with suppress(OSError, RuntimeError, UserError):
+            results.append(call())
+
+    thread = threading.Thread(target=run, name="call with timeout", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
