@@ -20,6 +20,7 @@ import model as task
 from config import Config
 from ddp.data.dataset import hooks_of
 from ddp.data.loader import EVALUATION
+from ddp.distributed.process_group import Work
 from ddp.distributed.tensors import CpuStreams, map_tensors
 from ddp.training.meter import Meter
 from ddp.training.wrapping import autocast
@@ -29,6 +30,7 @@ GPU = torch.device("cuda")
 
 class Context:
     device = GPU
+    work = Work()
 
 
 def devices(tree: Any) -> set[str]:

@@ -28,6 +28,8 @@ from template_copy import shrink
 
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
+from ddp.core.files import PROJECT_DIR
+from ddp.distributed.shards import whole_tree
 from ddp.training.schedule import Schedule
 from images import ImageTransforms
 
@@ -215,6 +217,8 @@ def images_in_tar_files_are_read_by_place(tmp_path: Path) -> None:
 def the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -> None:
     """Its sentences have different lengths, so without loss_terms the training depends on the division."""
     project = render("language_model", tmp_path)
+    shutil.copytree(PROJECT_DIR / "ddp/parts/fsdp", project / "ddp/parts/fsdp")
+    (project / "parts.py").write_text('PARTS = ["fsdp"]\n')
     source = (project / "model.py").read_text()
     source, count = re.subn(r"^(HEAD_WIDTH, .*), 0\.1$", r"\1, 0.0", source, flags=re.MULTILINE)
     assert count == 1, "dropout draws other numbers for each rank and pass"
@@ -235,7 +239,7 @@ def the_language_model_trains_alike_however_a_batch_is_divided(tmp_path: Path) -
         for (processes, batch_size, passes, *more), folder in zip(divisions, folders, strict=True):
             divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, *more, "--output-dir", folder)
             train_in(project, [processes, *common, "--log-every", 1, *divided])
-        weights = [storage.read(newest(folder))["model"] for folder in folders]
+        weights = [whole_tree(storage.read(newest(folder)))["model"] for folder in folders]
         losses = [torch.tensor([line["loss"] for line in lines(folder) if "loss" in line]) for folder in folders]
         assert len(losses[0]) > 20 and len(weights[0]) > 40
         assert losses[0][19] < losses[0][0] - 0.1, "they train"

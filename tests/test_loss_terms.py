@@ -20,6 +20,7 @@ from config import Config
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, Datasets
+from ddp.distributed.shards import whole_tree
 from ddp.training.wrapping import LossMean
 from processes import on_ranks, train
 
@@ -107,7 +108,7 @@ def trained(folder: Path, *given: Any, divisions: Any = DIVISIONS, code: int = 0
         divided = ("--batch-size", batch_size, "--grad-accum-steps", passes, "--output-dir", folder / name)
         train(world_size, *COMMON, *divided, *given, code=code)
         losses = [line["loss"] for line in lines(folder / name) if line["split"] in ("train", "val")]
-        found[name] = storage.read(newest(folder / name)), losses
+        found[name] = whole_tree(storage.read(newest(folder / name))), losses
     return found
 
 

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 TEMPLATE = Path(__file__).resolve().parent.parent / "{{cookiecutter.project_slug}}"
 PAGE = "\n".join((TEMPLATE / "docs" / name).read_text(encoding="utf-8") for name in ("recipes.md", "state.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+FSDP = (TEMPLATE / "docs" / "fsdp.md").read_text(encoding="utf-8")
+SECTIONS["Blocks"] = FSDP.partition("\n## Blocks\n")[2].partition("\n## ")[0]
 
 
 def edits(title: str) -> list[tuple[str, str]]:
@@ -399,7 +401,7 @@ def lora(tmp_path: Path) -> None:
 @recipe
 def blocks(tmp_path: Path) -> None:
     """They are gathered one at a time, and trained as with DDP."""
-    plain, divided = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Blocks for --shard"))
+    plain, divided = project_with(tmp_path / "a"), project_with(tmp_path / "b", *edits("Blocks"))
     run(plain, 2, "--batch-size", 8)
     run(divided, 2, "--batch-size", 8, "--shard", "--checkpoint-activations", "--profile")
     assert weights_and_momentum(plain / "runs/x") == weights_and_momentum(divided / "runs/x")

@@ -11,6 +11,7 @@ from gpu_project import DEVICE, Project
 from outputs import lines, newest, weights_and_momentum
 
 from ddp.checkpoint import storage
+from ddp.distributed.shards import whole_tree
 
 Answer = Callable[[str], None]
 FAST = ("--batch-size", 64, "--log-every", 10, "--max-steps", 30, "--deterministic")
@@ -19,7 +20,7 @@ two_gpus = pytest.mark.needs_gpu(count=2 * (DEVICE != "cpu"))
 
 
 def weights(output_dir: Path) -> dict[str, Any]:
-    return storage.read(newest(output_dir))["model"]
+    return whole_tree(storage.read(newest(output_dir)))["model"]
 
 
 @pytest.mark.parametrize("processes", [(), pytest.param(TWO, marks=two_gpus)], ids=["one", "two"])

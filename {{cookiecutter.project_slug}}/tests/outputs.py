@@ -8,6 +8,7 @@ from typing import Any
 from compare import differences, metrics_lines, newest
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
+from ddp.distributed.shards import whole_tree
 
 __all__ = ["assert_same_run", "checkpoints", "free_port", "lines", "newest", "status", "weights_and_momentum"]
 
@@ -24,7 +25,7 @@ def status(output_dir: Path) -> dict[str, Any]:
 
 def weights_and_momentum(path: Path) -> str:
     """SHA-256 of all model and optimizer tensors of a checkpoint, or of the newest one in an output directory."""
-    content = checkpoint.read(newest(path) if path.is_dir() else path)
+    content = whole_tree(checkpoint.read(newest(path) if path.is_dir() else path))
     return digest([content["model"], content["optimizer"]])
 
 

@@ -155,14 +155,9 @@ class CheckpointManager:
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
         """The results of `read_on_main`, with each tensor where `states` have it, or what will take its place."""
-        tensors = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
-        places = {keys: tensor for keys, tensor in tensors.items() if self._is_plain(keys[0]) or is_split(tensor)}
+        places = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
         like = {tensor.shape: tensor for tensor in places.values() if is_split(tensor)}
         return read_on_main(self.ctx, read, partial(self._keep, places, like), later=self.fields)
-
-    def _is_plain(self, name: str) -> bool:
-        """Whether the field is a module whose load_state_dict only copies into the tensors of its state_dict."""
-        return getattr(type(self.fields[name]), "load_state_dict", None) is torch.nn.Module.load_state_dict
 
     def _keep(self, places: Mapping[Any, Any], like: Mapping[Any, Any], keys: Any, tensor: torch.Tensor) -> Any:
         """`tensor` where it will be, so that no rank needs memory for a second model.
@@ -170,22 +165,24 @@ class CheckpointManager:
         places: by keys. like: weights that are split, by shape; the state of an optimizer, which has none yet, is split
         as they are.
         """
-        if isinstance(self.fields.get(keys[0]), torch.optim.Optimizer):
-            if tensor.shape in like:
-                return self._own_rows(like[tensor.shape], tensor)
-            return tensor.to(self.ctx.device if tensor.dim() else "cpu", copy=True)
+        field = self.fields.get(keys[0])
+        if isinstance(field, torch.optim.Optimizer):
+            ours = self._own_rows(like.get(tensor.shape, tensor), tensor)
+            return tensor.to(self.ctx.device if tensor.dim() else "cpu", copy=True) if ours is tensor else ours
         place = places.get(keys, tensor)
-        ours = self._own_rows(place, tensor) if is_split(place) else tensor
+        ours = self._own_rows(place, tensor)
         fits = place is not tensor and (place.shape, place.dtype) == (ours.shape, ours.dtype)
-        if fits and self._is_plain(keys[0]):
+        if fits and getattr(type(field), "load_state_dict", None) is torch.nn.Module.load_state_dict:  # it only copies
             with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
                 local(place).copy_(local(ours))
                 return place
-        return ours if is_split(place) else tensor.to("cpu", copy=True)
+        return tensor.to("cpu", copy=True) if ours is tensor else ours
 
     def _own_rows(self, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        self.received.append(checksum(tensor))
-        return split_like(like, tensor)
+        ours = split_like(like, tensor)
+        if ours is not tensor:
+            self.received.append(checksum(tensor))
+        return ours
 
     def load_best(self) -> TrainState | None:
         """Load best.pt, all but optimizers, and return its progress. Call on every rank, after the last step.

@@ -119,7 +119,12 @@ class FailureMonitor:
 
     def resolve_root_cause(self, error: BaseException) -> BaseException:
         """`error` if this rank failed first, otherwise PeerFailed or PeerLost: all ranks get the same exit code."""
-        if not self.others or process_exit.agreed or isinstance(error, PeerFailed) or error is self.cause:
+        if not self.others or isinstance(error, PeerFailed) or error is self.cause:
+            return error
+        if process_exit.agreed:  # no rank asks another one
+            self._enter(State.LEAVING)
+            self._call_store(self._set_done)
+            self.cause = error
             return error
         stop_signal.announced = True  # no step will follow
         if _is_comm_error(error):
