@@ -577,6 +577,18 @@ def test_an_unknown_part_is_refused_in_one_line(
     assert capfd.readouterr().err == expected and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("lines", ['"gone",', '"fsdp", "fsdp",'])
+def test_a_wrong_line_in_parts_py_is_one_line(source: Path, tmp_path: Path, lines: str) -> None:
+    project = render(source, tmp_path, parts="fsdp")
+    (project / "parts.py").write_text(f"PARTS = [{lines}]\n", encoding="utf-8")
+    for script in (["main.py", "--help"], ["launch_node.sh", "--help"]):
+        program = "bash" if script[0].endswith(".sh") else sys.executable
+        done = run(program, *script, ok=False, cwd=project, env={**os.environ, "PYTHON": sys.executable})
+        assert done.returncode == 2 and done.stderr.startswith("error: parts.py: ") and done.stderr.count("\n") == 1, (
+            done
+        )
+
+
 def test_skypilot_brings_the_part_that_it_needs(source: Path, tmp_path: Path) -> None:
     project = render(source, tmp_path, parts="none", launchers="skypilot")
     assert os.listdir(project / "launch") == ["skypilot.yaml"] and (project / "ddp" / "parts" / "mirror").exists()

@@ -21,7 +21,7 @@ from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.distributed.shards import whole_tree
-from ddp.training.wrapping import LossMean
+from ddp.training.loss_mean import LossMean
 from processes import on_ranks, train
 
 pytestmark = pytest.mark.slow

@@ -65,9 +65,9 @@ from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run, run_and_exit
+from ddp.training.loss_mean import LossMean
 from ddp.training.run_log import memory_mb
 from ddp.training.wrapping import (
-    LossMean,
     accumulate,
     autocast,
     check_model,

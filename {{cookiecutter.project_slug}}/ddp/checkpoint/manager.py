@@ -28,7 +28,7 @@ from ddp.distributed.shards import is_split, local, split_like
 from ddp.distributed.tensors import checksum, map_tensors, named_leaves
 
 log = logging.getLogger(__name__)
-SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # launch/slurm.sbatch sets it: a file that exists once there is a checkpoint
+SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # a job script may set it: a file that exists once there is a checkpoint
 
 
 class CheckpointManager:

@@ -16,8 +16,10 @@ SPEEDS             names of figures in metrics.jsonl that differ between two equ
 
 import json
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+from ddp.core.errors import ExitCode, print_line
 from parts import PARTS
 
 # The part that has an option: who uses it in a project without that part is told how to add it.
@@ -29,6 +31,11 @@ PART_OF = {
     "profile": "monitor",
     "check": "preflight",
 }
+
+for _part in PARTS:
+    if PARTS.count(_part) > 1 or find_spec(f"ddp.parts.{_part}") is None:
+        print_line(f"error: parts.py: {_part!r} is listed twice, or is no folder in ddp/parts: remove that line")
+        raise SystemExit(ExitCode.USAGE)
 
 
 def of_parts(name: str) -> tuple[Any, ...]:

@@ -1,4 +1,7 @@
-"""The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations."""
+"""The batches of this rank: TrainLoader for optimizer steps, EvalLoader for evaluations.
+
+BatchDataset in dataset.py lists the steps of a batch, from the disk to the model.
+"""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: lines of metrics, its speed, status.json, a progress bar, and a profile."""
+"""What a run reports while it trains: lines of metrics, its speed, status.json, and a progress bar."""
 
 import logging
 import resource

@@ -22,7 +22,6 @@ from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import local
-from ddp.training.loss_mean import LossMean as LossMean
 
 log = logging.getLogger(__name__)
 
