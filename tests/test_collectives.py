@@ -35,7 +35,7 @@ from ddp.distributed.rank_reports import (
     certain_mismatch,
     collective_count,
     describe_wait,
-    differences,
+    find_mismatch,
     own_report,
     recorded_collectives,
 )
@@ -309,21 +309,21 @@ def reports(*logs: list[Collective]) -> dict[int, Report]:
 def test_where_logs_differ() -> None:
     """They hold the last collectives: a rank that is ahead lacks older ones."""
     same = [collective(1), collective(2, "broadcast")]
-    assert differences(reports(same, same[1:], [*same, collective(3)])) == ""
+    assert find_mismatch(reports(same, same[1:], [*same, collective(3)])) == ""
     longer = [*same, collective(3, tensors="float [6]"), collective(4, "barrier")]
     sizes = "rank 0 called all_reduce of float [5] at main.py:9, but rank 1 called all_reduce of float [6] at main.py:9"
-    assert differences(reports([*same, collective(3)], longer, same)) == sizes
+    assert find_mismatch(reports([*same, collective(3)], longer, same)) == sizes
     lines = [collective(1, site="main.py:7")], [collective(1)]
-    assert differences(reports(*lines)) == ""
+    assert find_mismatch(reports(*lines)) == ""
     same_call = (
         "rank 0 called all_reduce of float [5] at main.py:7, but rank 1 called all_reduce of float [5] at main.py:9"
     )
-    assert differences(reports(*lines), in_number=True) == same_call
+    assert find_mismatch(reports(*lines), in_number=True) == same_call
     calls = reports([collective(1, "barrier", "", site="main.py:7 (barrier)")], [collective(1, site="")])
     line = "rank 0 called barrier at main.py:7, but rank 1 called all_reduce at ?"
-    assert differences(calls) == line == differences(calls, in_number=True)
+    assert find_mismatch(calls) == line == find_mismatch(calls, in_number=True)
     later = reports([*lines[0], collective(2)], [*lines[1], collective(2, tensors="float [6]")])
-    assert differences(later) == f"{same_call}; then {sizes}"
+    assert find_mismatch(later) == f"{same_call}; then {sizes}"
 
 
 def test_the_collectives_of_every_recorder_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_a_gather_may_have_other_tensors_on_another_rank() -> None:
 
     found = dict(enumerate(on_ranks(2, gather)))
     assert found[0].collectives[-1].operation == found[1].collectives[-1].operation == "gather"
-    assert differences(found) == ""
+    assert find_mismatch(found) == ""
 
 
 @pytest.mark.sample(1)

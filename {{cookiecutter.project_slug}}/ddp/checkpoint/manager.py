@@ -155,9 +155,17 @@ class CheckpointManager:
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
         """The results of `read_on_main`, with each tensor where `states` have it, or what will take its place."""
-        places = {keys: part for keys, part in named_leaves(states) if isinstance(part, torch.Tensor)}
+        places = {
+            keys: part
+            for keys, part in named_leaves(states)  # others may be replaced, and their memory is needed
+            if isinstance(part, torch.Tensor) and (self._only_copies(keys[0]) or is_split(part))
+        }
         like = {tensor.shape: tensor for tensor in places.values() if is_split(tensor)}
         return read_on_main(self.ctx, read, partial(self._keep, places, like), later=self.fields)
+
+    def _only_copies(self, name: str) -> bool:
+        """Whether the field is a module whose load_state_dict only copies into the tensors of its state_dict."""
+        return getattr(type(self.fields[name]), "load_state_dict", None) is torch.nn.Module.load_state_dict
 
     def _keep(self, places: Mapping[Any, Any], like: Mapping[Any, Any], keys: Any, tensor: torch.Tensor) -> Any:
         """`tensor` where it will be, so that no rank needs memory for a second model.
@@ -165,14 +173,13 @@ class CheckpointManager:
         places: by keys. like: weights that are split, by shape; the state of an optimizer, which has none yet, is split
         as they are.
         """
-        field = self.fields.get(keys[0])
-        if isinstance(field, torch.optim.Optimizer):
+        if isinstance(self.fields.get(keys[0]), torch.optim.Optimizer):
             ours = self._own_rows(like.get(tensor.shape, tensor), tensor)
             return tensor.to(self.ctx.device if tensor.dim() else "cpu", copy=True) if ours is tensor else ours
         place = places.get(keys, tensor)
         ours = self._own_rows(place, tensor)
         fits = place is not tensor and (place.shape, place.dtype) == (ours.shape, ours.dtype)
-        if fits and getattr(type(field), "load_state_dict", None) is torch.nn.Module.load_state_dict:  # it only copies
+        if fits and self._only_copies(keys[0]):
             with suppress(RuntimeError):  # its elements share memory, or it is of torch's inference mode
                 local(place).copy_(local(ours))
                 return place
@@ -253,6 +260,7 @@ class CheckpointManager:
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise CheckpointError(f"rank {rank} loaded another state than rank 0: check the memory of its host")
+        self.ctx.on_main(self.writer.start, self.directory.prune)  # a crash may have prevented it after the last save
 
     def _load_parts(self, content: Mapping[str, Any], receive: Callable[[str], Any], *, for_training: bool) -> None:
         for name, part in self.fields.items():
