@@ -473,7 +473,7 @@ def test_only_the_step_in_the_main_of_the_gan_differs_from_that_of_the_project(t
         return re.sub(r"^def compute_gradients.*?(?=^@torch.no_grad)", "", text, flags=re.MULTILINE | re.DOTALL)
 
     ours, theirs = without_the_step(EXAMPLES / "gan/main.py"), without_the_step(template / "main.py")
-    theirs = theirs.replace(", watch_first_outputs", "").replace("LossMean, ", "")
+    theirs = theirs.replace(", watch_first_outputs", "").replace("from ddp.training.loss_mean import LossMean\n", "")
     assert ours == theirs and "run.advance()" in ours and "apply_gradients(training, config)" in ours
 
 

@@ -51,10 +51,10 @@ def read_files(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
     Raises InvalidCheckpoint; UsageError if a part that this project lacks has written them.
     """
-    if not (files := content.pop(FILES, {})):
+    if not content.get(FILES):
         return content
     for read_them in of_parts("read_files"):
-        return read_them(path, content, files)
+        return read_them(path, {name: part for name, part in content.items() if name != FILES}, content[FILES])
     raise UsageError(f"{path} has its weights in other files: {missing_part('shard')}")
 
 

@@ -56,8 +56,10 @@ def read_rows(path: Path, content: dict[str, Any], files: Mapping[str, str]) -> 
         if keys not in rows:
             return tensor
         place = (*(part.data_ptr() for part in rows[keys]), tensor.shape, tensor.dtype)
-        vars(tensor)["full_tensor"] = partial(torch.cat, rows[keys])
-        return tied.setdefault(place, tensor)
+        if place not in tied:
+            tied[place] = torch.empty_like(tensor)
+            vars(tied[place])["full_tensor"] = partial(torch.cat, rows[keys])
+        return tied[place]
 
     joined: dict[str, Any] = map_named(content, split)
     return joined
