@@ -281,6 +281,10 @@ def test_the_device_follows_from_the_local_rank() -> None:
         rank_infos([["UUID 0"], ["UUID 0"]], [0, 1]),
         rank_infos([["UUID 0"], ["UUID 1", "UUID 0"]], [0, 1]),
     )
+    with pytest.raises(SetupError, match="--backend mpi trains on CPUs here: add --device cpu"):
+        config.backend = "mpi"
+        _choose_device(config, own, 0)
+    config.backend = "nccl"
     for wrong in too_few:
         with pytest.raises(SetupError, match=r"gpu1: [12] process.*, [012] GPU"):
             _choose_device(config, wrong, 0)

@@ -71,6 +71,10 @@ def test_another_value_on_the_command_line_is_used_and_reported(trained: Path, m
     output = train(2, "--evaluate", "--resume", path, "--seed", 6, "--image-size", 24)
     assert output.count("although") == 1 and f"--seed 6, although {path} was trained with 5\n" in output
     assert evaluated(output) != [(f"{line['loss']:.4f}", f"{line['accuracy']:.4f}")], "other images"
+    monkeypatch.setenv("DDP_ELASTIC", "2")  # launch_node.sh --nnodes MIN:MAX
+    output = train(1, "--evaluate", "--resume", path, "--seed", 6, "--image-size", 24)
+    assert f"--seed 6, although {path} was trained with 5\n" in output
+    monkeypatch.delenv("DDP_ELASTIC")
     output = train(1, "--evaluate", "--resume", path, "--image-size", 32, code=4)
     assert f"--image-size 32, although {path} was trained with 24\n" in output
     assert f"error: cannot evaluate {path}: fc1.weight was [120, 144], is [120, 400]" in output

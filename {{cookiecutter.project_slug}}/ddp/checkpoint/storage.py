@@ -4,8 +4,8 @@ If power fails during a save, no file is partial. The new step_N.pt is complete 
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
 without the new one: old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of
 metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the lines after its checkpoint, and
-syncs the file again. status.json and config.json are not synced: they may be old or empty, and decide nothing: a
-resumed run only reads from status.json how much time was lost.
+syncs the file again. status.json and config.json are not synced: they may be old or empty, and decide nothing of
+what is trained.
 """
 
 import logging
@@ -67,7 +67,9 @@ def step_of(name: str) -> int:
 
 
 class CheckpointDirectory:
-    """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links."""
+    """OUTPUT_DIR/checkpoints/step_NNNNNNNN.pt, and OUTPUT_DIR/best.pt. If both hold one step, they are hard links where
+    the file system has them.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, Path(config.output_dir) / FOLDER

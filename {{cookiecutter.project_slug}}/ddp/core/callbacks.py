@@ -10,7 +10,7 @@ WriteRest = Callable[[], dict[str, Any]]  # writes what is not in the file of a 
 class Callback:
     """Methods that do nothing. All ranks call each at the same moment, unless it says otherwise.
 
-    Those for training are not called with --evaluate: opened, started, stepped, saving, saved, trained, finish.
+    Those for training are not called with --evaluate: opened, started, stepped, saving, trained, finish.
     """
 
     needs_one_file = False  # whether a checkpoint must be one file
@@ -58,7 +58,7 @@ class Callback:
         return content, None
 
     def saved(self, step: int) -> None:
-        """The checkpoint of `step` is on disk. On rank 0 alone, perhaps in the thread that has written it."""
+        """The checkpoint of `step` is on disk. On rank 0 alone, perhaps twice, or in the thread that has written it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What each checkpoint holds of it, for `resumed`, in content["callbacks"][the name of this class]."""

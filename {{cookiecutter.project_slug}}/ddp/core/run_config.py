@@ -75,7 +75,7 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
     strict_resume: bool = _run(False, "refuse to resume with another number of processes")
 
     device: str = _distributed("auto", "auto: the GPUs if there are any", choices=("auto", "cuda", "cpu"))
-    backend: str = _distributed("auto", "auto: nccl if every process has its own GPU, else gloo", choices=BACKENDS)
+    backend: str = _distributed("auto", "auto: nccl on GPUs, which needs one per process, else gloo", choices=BACKENDS)
     nproc: int | None = _process(None, "start N processes on this machine", min=1, alias="--nproc-per-node")
     rank: int | None = _process(None, "rank of this process, if no launcher sets it", min=0)
     world_size: int | None = _distributed(None, "number of processes, if no launcher sets it", min=1)

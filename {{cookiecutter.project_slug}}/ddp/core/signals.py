@@ -128,7 +128,7 @@ class StopSignal(SignalHandler):
                 for number in os.read(pipe, 512):
                     if number in STOP_SIGNALS:
                         self.receive(number)
-            if self.reason is None and self._launcher_gone():
+            if self.first is None and self.reason is None and self._launcher_gone():  # one request
                 self.receive(signal.SIGTERM)  # as the kernel does on Linux
             # Not at once: a stop usually takes a moment, and launchers signal the survivors of a killed rank as well.
             late = self.reason is not None and time.monotonic() - self.requested_at > NOTICE_AFTER_S

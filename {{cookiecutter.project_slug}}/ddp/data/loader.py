@@ -39,7 +39,7 @@ class _Loader:
         ctx.check_same({f"the number of {part} samples": self.length})
         self.chunk_size = self._whole_batches()
         default = 0 if self.hooks.in_memory else max(1, min(MAX_WORKERS, available_cores() // ctx.local_world_size))
-        self.workers = default if config.workers is None else config.workers
+        self.workers = 0 if self.length == 0 else default if config.workers is None else config.workers
         if self.workers == 0 and ctx.device.type == "cuda":  # DataLoader workers could not reach data on the GPU
             self.hooks.to(ctx.device)
 
@@ -79,9 +79,8 @@ class TrainLoader(_Loader):
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, sampler: Any = None) -> None:
         super().__init__(dataset, "training", config, ctx)
-        self.chunk_size = (
-            self._whole_batches()
-        )  # `to` may have raised it; a model evaluates whole chunks, and keeps its
+        # `to` may have raised that of the dataset. EvalLoader keeps the old one.
+        self.chunk_size = self._whole_batches()
         self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
         seed = derive_seed(config.seed)  # the epoch is added to it: a plain seed 0 would become seed 1 in epoch 1
         self.order = sampler or Shuffled(self.length, seed)
@@ -193,7 +192,7 @@ class EvalLoader(_Loader):
                     check_batch(batch, self.dataset)
                 # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
                 position = number * world_size + self.ctx.rank
-                seed_step(self.config.seed, position, rank=-2)
+                seed_step(self.config.seed, position, rank=EVALUATION)
                 work.repeats, work.asked = position >= count, False
                 try:
                     yield batch

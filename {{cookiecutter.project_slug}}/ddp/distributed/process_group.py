@@ -278,6 +278,8 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
                 f"{info.host}: {found}: start one process per GPU, with local ranks from 0; or use --device cpu; or "
                 "share GPUs with --backend gloo"
             )
+    if config.backend == "mpi":
+        raise SetupError("--backend mpi trains on CPUs here: add --device cpu, or remove --backend mpi")
     nccl = config.backend == "nccl" or (config.backend == "auto" and dist.is_nccl_available())
     return torch.device("cuda", infos[rank].local_rank % len(infos[rank].gpus)), "nccl" if nccl else "gloo"
 

@@ -183,7 +183,7 @@ def find_mismatch(reports: Reports, *, in_number: bool = False) -> str:
 
 
 def certain_mismatch(reports: Reports) -> str:
-    """The result of `differences`, if ranks wait in different calls of the same number; otherwise empty."""
+    """The result of `find_mismatch`, if ranks wait in different calls of the same number; otherwise empty."""
     waiting = {
         rank: each._replace(collectives=[one for one in each.collectives if one.waited_s])
         for rank, each in reports.items()

@@ -1,6 +1,6 @@
-"""All ranks decide together, between two steps, whether to stop. They ask twice a second, not after every step.
+"""All ranks decide together, between two steps, whether to stop. They sync twice a second, not after every step.
 
-Of many ranks, which need long for an answer, they ask more rarely: it takes at most a part of MAX_COST of the training.
+With many ranks a sync is slow, so they sync less often: it takes at most MAX_COST of the time.
 """
 
 import time

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
@@ -74,7 +73,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     stop_signal.listen(parent)
     tell_launcher("pid", str(os.getpid()))
     if full := int(os.environ.get(ELASTIC_VARIABLE, 0)):  # more passes keep the global batch, or come close from below
-        config = replace(config, grad_accum_steps=config.grad_accum_steps * full // env.world_size)
+        config.grad_accum_steps = config.grad_accum_steps * full // env.world_size
     try:
         main(config, env)
     except BaseException as error:
