@@ -58,6 +58,13 @@ FAULTS = {
     46: "a rank computes a wrong gradient",
     47: "one rank is slower than the others",
     48: "state that is not in state_dict(): a queue, an inner optimizer, a generator, a sampler",
+    49: "the same index is another sample on another rank, or after a resume",
+    50: "DataLoader workers start again during an evaluation",
+    51: "a dataset hangs on all ranks, or on the only one",
+    52: "an open file that forked workers share",
+    53: "a state whose shapes have changed",
+    54: "a mean that depends on how the global batch is divided",
+    55: "something else sets the learning rate",
 }
 # The parts of these rows that the tests cannot show without the hardware.
 NOT_SHOWN = {

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from config import Config
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset, Datasets, check_datasets
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader
+from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext
 from ddp.training.meter import Meter
 from processes import on_ranks

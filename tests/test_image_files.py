@@ -24,7 +24,7 @@ from config import Config
 from ddp.checkpoint import storage
 from ddp.core.errors import SetupError
 from ddp.data.dataset import describe
-from image_files import ImageFiles, decode_once, read_square
+from image_files import DecodedFiles, ImageFiles, read_square
 from images import ImageTransforms
 from processes import train
 
@@ -130,7 +130,7 @@ def test_training_cache_and_prediction_read_alike(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(data, "build_transforms", chosen)
     files = loaded(tmp_path, "--val-fraction", 0)
     batch = files.__getitems__([0, 1, 2, 3])
-    cached = decode_once(files, tmp_path / "cache")
+    cached = DecodedFiles(files, tmp_path / "cache")
     assert torch.equal(cached.prepare(cached.__getitems__([0, 1, 2, 3]))[0], files.prepare(batch)[0])
     run = options(tmp_path, "--val-fraction", 0, "--batch-size", 4, "--max-steps", 1, "--output-dir", tmp_path / "run")
     train(1, *run)

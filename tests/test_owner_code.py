@@ -25,8 +25,9 @@ from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.state import digest
 from ddp.core.errors import SetupError, UsageError
-from ddp.data.dataset import BatchDataset, Datasets, check_datasets
+from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import Launcher
 from ddp.distributed.seeds import derive_seed

@@ -25,6 +25,7 @@ import main
 import model
 from config import Config
 from ddp.data.dataset import Datasets
+from ddp.data.workers import Workers
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.schedule import Schedule
@@ -61,7 +62,8 @@ def test_batches_that_the_dataloader_loses_end_the_run(
     def lossy(loader: DataLoader) -> Any:
         reader: Any = loader.dataset
         lost = (reader.epoch >= 0) == (part == "training")
-        return itertools.islice(iter(loader), len(loader.batch_sampler) - lost)  # type: ignore[arg-type]
+        batches = itertools.islice(iter(loader), len(loader.batch_sampler) - lost)  # type: ignore[arg-type]
+        return Workers(batches)
 
     monkeypatch.setattr(ddp.data.loader, "start_workers", lossy)
     output = train(2, *OPTIONS, "--eval-batch-size", 16, "--output-dir", tmp_path, code=8)
@@ -154,6 +156,7 @@ def with_field(monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.optim.Opti
     monkeypatch.setattr(main, "Training", lambda net, optimizer, *rest: kind(net, optimizer, *rest, make(optimizer)))
 
 
+@fault(55)
 def test_a_scheduler_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_field(monkeypatch, ReduceLROnPlateau)
     error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))

@@ -19,7 +19,7 @@ from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.core.errors import CheckpointError, SetupError, UsageError
 from ddp.data.dataset import describe
-from image_files import ImageFiles, decode_once
+from image_files import DecodedFiles, ImageFiles
 from images import ImagesInMemory, ImageTransforms
 from model import build_model
 from processes import train
@@ -153,7 +153,7 @@ def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
     plain = torch.utils.data.TensorDataset(torch.zeros(3))
     assert describe(plain) == {"name": "TensorDataset", "classes": []}
     for kind, images in ((ImageFiles, known | {"read_size": 24}), (Grey, None)):
-        assert describe(decode_once(kind(folder / "val", transforms), folder / "cache"))["images"] == images
+        assert describe(DecodedFiles(kind(folder / "val", transforms), folder / "cache"))["images"] == images
 
 
 def test_checkpoints_of_data_that_are_not_images_are_refused(folder: Path, tmp_path: Path) -> None:

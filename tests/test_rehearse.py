@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -232,6 +233,41 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+class Zipped(Dataset):
+    """Opens its archive at the first read."""
+
+    classes = tuple(map(str, range(10)))
+    archive: Any = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with zipfile.ZipFile(path, "w") as archive:
+            for index in range(160):
+                archive.writestr(str(index), bytes([index]) * 3000)
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.archive = self.archive or zipfile.ZipFile(self.path)
+        return torch.tensor([float(self.archive.read(str(index))[-1])]), index % 10
+
+
+@fault(52)
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_archive_that_workers_share_is_named(reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none if each worker opens it."""
+
+    def build(config: Config, train_set: Any) -> nn.Module:
+        return nn.Linear(len(train_set[0][0]) if reads else 1, 10)
+
+    zipped = Zipped(tmp_path / "numbers.zip")
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(zipped))
+    monkeypatch.setattr(model, "build_model", build)
+    found = rehearsal(tmp_path).shared_files()
+    assert (f"{tmp_path}/numbers.zip (descriptor " in found[0] and "is shared" in found[0]) if reads else found == []
+
+
 def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
     assert not any(rehearsed(tmp_path, "--shard").values())
 

@@ -22,9 +22,10 @@ from config import Config
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.data import sampler
-from ddp.data.dataset import BatchDataset, Datasets, check_datasets, hooks_of
+from ddp.data.dataset import BatchDataset, Datasets, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import ResumableSampler, Shuffled, permute
+from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, random_bits
 from processes import on_ranks, train

@@ -58,8 +58,8 @@ from ddp.core.errors import UsageError
 from ddp.core.host import available_cores
 from ddp.core.options import OptionParser, flag_of, number
 from ddp.core.parts import of_parts
-from ddp.data.dataset import check_datasets
 from ddp.data.loader import TrainLoader
+from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything

@@ -30,7 +30,7 @@ from config import Config
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import Datasets
 from ddp.distributed.seeds import derive_seed
-from image_files import ImageFiles, decode_once, load_cifar10
+from image_files import DecodedFiles, ImageFiles, load_cifar10
 from images import ImageDataset, ImagesInMemory, ImageTransforms
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, and close to those of CIFAR-10
@@ -104,7 +104,7 @@ def imagefolder(config: Config) -> Datasets:
         raise UsageError(f"--val-fraction: {root}/val has the validation set; remove the option, or move that folder")
     if config.cache is None:
         return Datasets(**parts)
-    return Datasets(**{part: decode_once(dataset, Path(config.cache)) for part, dataset in parts.items()})
+    return Datasets(**{part: DecodedFiles(dataset, Path(config.cache)) for part, dataset in parts.items()})
 
 
 def _split(train_set: ImageDataset, config: Config) -> tuple[Any, Any]:

@@ -22,24 +22,26 @@ class FileList(Sequence[tuple[str, int]]):
     """Pairs of a path and a class, in tensors that all processes of a machine share.
 
     names: all paths as bytes, uint8. ends: where each path ends, int64 [n]. targets: the class of each, int64 [n].
-    rows: which of them are in this list, int64.
+    keys: a hash of each path, int64 [n], without the folder of the list. rows: which of them are in this list, int64.
     """
 
-    def __init__(self, names: Tensor, ends: Tensor, targets: Tensor, rows: Tensor) -> None:
-        self.names, self.ends, self.targets, self.rows = names, ends, targets, rows
+    def __init__(self, names: Tensor, ends: Tensor, targets: Tensor, keys: Tensor, rows: Tensor) -> None:
+        self.names, self.ends, self.targets, self.keys, self.rows = names, ends, targets, keys, rows
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[str, int]]) -> "FileList":
-        """A FileList of any pairs; the same if it is one."""
+    def of(cls, pairs: Iterable[tuple[str, int]], folder: str = "") -> "FileList":
+        """A FileList of any pairs, with paths in `folder`; the same if it is one."""
         if isinstance(pairs, FileList):
             return pairs
-        names, ends, targets = array("B"), array("q"), array("q")
+        names, ends, targets, keys = array("B"), array("q"), array("q"), array("q")
         for path, target in pairs:
             names.frombytes(os.fsencode(path))
             ends.append(len(names))
             targets.append(target)
-        table = [torch.from_numpy(numpy.array(each)) for each in (names, ends, targets)]
-        return cls(table[0], table[1], table[2], torch.arange(len(ends)))
+            digest = hashlib.blake2b(os.fsencode(path.removeprefix(f"{folder}{os.sep}")), digest_size=8).digest()
+            keys.append(int.from_bytes(digest, "little", signed=True))
+        table = [torch.from_numpy(numpy.array(each)) for each in (names, ends, targets, keys)]
+        return cls(table[0], table[1], table[2], table[3], torch.arange(len(ends)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,7 +55,7 @@ class FileList(Sequence[tuple[str, int]]):
 
     def part(self, indices: Tensor) -> "FileList":
         """The pairs at these places of this list."""
-        return FileList(self.names, self.ends, self.targets, self.rows[indices])
+        return FileList(self.names, self.ends, self.targets, self.keys, self.rows[indices])
 
     def digest(self) -> str:
         """Changes with any path, and with their order."""
@@ -63,14 +65,14 @@ class FileList(Sequence[tuple[str, int]]):
         return result.hexdigest()
 
 
-def list_files(name: str, classes: Sequence[str], files_of: Callable[[str], Sequence[str]]) -> FileList:
-    """The files of each class, in order, as `files_of` lists those of one. `name` tells lists apart: see below."""
+def list_files(folder: Path, classes: Sequence[str], files_of: Callable[[str], Sequence[str]]) -> FileList:
+    """The files of each class in `folder`, in order, as `files_of` lists those of one."""
 
     def find() -> dict[str, Any]:
         numbered = enumerate(progress(classes, "listing files", "class"))
-        return vars(FileList.of((path, number) for number, name in numbered for path in files_of(name)))
+        return vars(FileList.of(((path, number) for number, name in numbered for path in files_of(name)), str(folder)))
 
-    return FileList(**once_per_machine(f"files {name} {classes}", find))
+    return FileList(**once_per_machine(f"files {folder.absolute()} {classes}", find))
 
 
 def digest_contents(files: FileList) -> str:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ddp.core.errors import SetupError
+from ddp.core.errors import SetupError, first_few
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
 from file_list import FileList, digest_contents, list_files
-from images import ImageDataset, ImagesInMemory, ImageTransforms
+from images import ImageDataset, ImagesInMemory, ImageTransforms, split_by_class
 
 log = logging.getLogger("ddp")  # rank 0 prints it
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
@@ -42,16 +42,43 @@ class ImageFiles(ImageDataset):
     """
 
     samples: Sequence[tuple[str, int]]
+    whole: Any = None  # of what this is a part, with the fraction, the seed, and 0 for training: see `split`
 
     def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
         try:
             classes = find_classes(folder)
-            samples = list_files(str(folder.absolute()), classes, lambda name: find_images(folder / name))
+            samples = list_files(folder, classes, lambda name: find_images(folder / name))
         except OSError as error:
             raise SetupError(f"--data-dir: {error}") from error
         read_size = transforms.image_size if type(self).read is ImageFiles.read else None
         super().__init__(len(samples), classes, transforms, read_size)
         self.folder, self.samples = folder, samples
+
+    def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
+        """As any ImageDataset, but by the names of the files: if one is removed, no other moves to the other part."""
+        train, val = super().split(fraction, seed)
+        if val is not None:
+            train.whole, val.whole = (self, fraction, seed, 0), (self, fraction, seed, 1)
+            counts = torch.bincount(val._all_targets(), minlength=len(self.classes)).tolist()
+            if without := [name for name, count in zip(self.classes, counts, strict=True) if not count]:
+                log.info(f"no image validates of {first_few(without)}")
+        return train, val
+
+    def keys(self) -> Tensor:
+        files = FileList.of(self.samples, str(self.folder))
+        return files.keys[files.rows]
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | ({"split": "by name"} if self.whole else {})
+
+    def keep(self, described: dict[str, Any]) -> bool:
+        """Split as the version before did, if it has written the checkpoint."""
+        if self.whole is None or "split" in described:
+            return False
+        files, fraction, seed, part = self.whole
+        rows = split_by_class(files._all_targets(), fraction, seed)[part]
+        self.samples, self.length, self.whole = FileList.of(files.samples).part(rows), len(rows), None
+        return True
 
     def _all_targets(self) -> Tensor:
         files = FileList.of(self.samples)
@@ -145,23 +172,34 @@ def _in_8_bits(file: Image.Image, value_range: tuple[float, float] | None) -> Im
     return Image.fromarray(grey.clip(0, 255).round().astype(numpy.uint8)).convert("RGB")
 
 
-def decode_once(files: ImageFiles, cache_dir: Path) -> ImagesInMemory:
+class DecodedFiles(ImagesInMemory):
     """`files` as one array in `cache_dir`. The first process of this machine decodes them; all map the array."""
-    try:
-        path = cache_dir / f"{files.folder.name}-{files.transforms.image_size}-{_cache_key(files)}.npy"
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            log.info("decoding %s images, once, into %s", f"{len(files):,}", path)
-        with FileLock(cache_dir / ".lock"):
+
+    def __init__(self, files: ImageFiles, cache_dir: Path) -> None:
+        try:
+            path = cache_dir / f"{files.folder.name}-{files.transforms.image_size}-{_cache_key(files)}.npy"
+            cache_dir.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                _decode(files, path)
-        images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
-    except OSError as error:
-        raise SetupError(f"--cache {cache_dir}: {error}") from error
-    targets = files._all_targets()
-    decoded = ImagesInMemory(images, targets, files.classes, files.transforms)
-    decoded.read_size = files.read_size
-    return decoded
+                log.info("decoding %s images, once, into %s", f"{len(files):,}", path)
+            with FileLock(cache_dir / ".lock"):
+                if not path.exists():
+                    _decode(files, path)
+            images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
+        except OSError as error:
+            raise SetupError(f"--cache {cache_dir}: {error}") from error
+        super().__init__(images, files._all_targets(), files.classes, files.transforms)
+        self.files, self.cache_dir, self.read_size = files, cache_dir, files.read_size
+
+    def keys(self) -> Tensor:
+        return self.files.keys()
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | self.files.describe()
+
+    def keep(self, described: dict[str, Any]) -> bool:
+        if changed := self.files.keep(described):
+            vars(self).update(vars(DecodedFiles(self.files, self.cache_dir)))
+        return changed
 
 
 def _cache_key(files: ImageFiles) -> str:

@@ -64,14 +64,14 @@ class ImageDataset(BatchDataset):
     def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
         """Two datasets like this one: the rest, and `fraction` of each class, which the seed draws; None if it is 0.
 
-        Raises SetupError if that is less than one sample.
+        Raises SetupError if no sample is drawn.
         """
         if fraction == 0:
             return self, None
-        train, val = split_by_class(self._all_targets(), fraction, seed)
+        train, val = split_by_class(self._all_targets(), fraction, seed, self.keys())
         if len(val) == 0:
             remedy = "raise it, add data for validation, or pass --val-fraction 0 to train without"
-            raise SetupError(f"--val-fraction {fraction:g} of each class is less than one sample: {remedy}")
+            raise SetupError(f"--val-fraction {fraction:g} leaves no sample for validation: {remedy}")
         return self._part(train), self._part(val)
 
     def _all_targets(self) -> Tensor:
@@ -210,15 +210,20 @@ class ImagesInMemory(ImageDataset):
         return self.images.index_select(0, samples)
 
 
-def split_by_class(targets: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+def split_by_class(targets: Tensor, fraction: float, seed: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Indices of the training and of the validation samples, in order. targets: the class of each sample, [n].
 
-    The seed draws `fraction` of each class, rounded to whole samples. At least one of each class remains for training.
+    The seed draws `fraction` of each class, rounded to whole samples; or with keys, int64 [n], about as many: then it
+    depends on no other sample whether one validates. At least one of each class remains for training.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed))
     chosen = torch.zeros(len(targets), dtype=torch.bool)
     for label in targets.unique():
         members = (targets == label).nonzero().flatten()
-        count = min(round(fraction * len(members)), len(members) - 1)
-        chosen[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+        if keys is None:
+            order, count = torch.randperm(len(members), generator=generator), round(fraction * len(members))
+        else:
+            chances = random_bits(derive_seed(seed), keys[members]).double() / 2.0**64 + 0.5  # from 0 to 1
+            order, count = chances.argsort(), int((chances < fraction).sum())
+        chosen[members[order[: min(count, len(members) - 1)]]] = True
     return (~chosen).nonzero().flatten(), chosen.nonzero().flatten()

@@ -3,8 +3,8 @@
     python rehearse.py [--nproc 2] [--steps 8] -- OPTIONS of main.py
 
 In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
-epoch, and resumes; trains with two DataLoader workers instead of none; evaluates checkpoints in new processes; and
-divides a global batch in three ways, which must give the same weights.
+epoch, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at once;
+evaluates checkpoints in new processes; and divides a global batch in three ways, which must give the same weights.
 """
 
 import json
@@ -24,18 +24,20 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
 from compare import differences, metrics_lines, newest
 from config import Config
-from ddp.core.errors import ExitCode, UserError, plural
+from ddp.core.errors import ExitCode, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
-from ddp.data.dataset import BatchDataset
+from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.reader import SeededReader, same
 from ddp.data.sampler import Shuffled
+from ddp.data.workers import hand_over, start_workers
 from ddp.distributed.shards import whole as whole_tensor
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run_and_exit, spawn
@@ -44,6 +46,7 @@ from ddp.training.run import Run
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
+READ_AT_ONCE = 64  # samples of each set
 COMPARED = (1, 3)  # steps after which the weights of different divisions are compared
 LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
 KEEP = [
@@ -55,6 +58,7 @@ RESUME = [
     "a sampler or a dataset that counts: use (epoch, start, stop) and the index, and set_epoch(epoch) for the epoch",
     "rounding, on GPUs and with more than two processes: pass --deterministic",
 ]
+SHARE = ["a file, an archive or a connection that was open before the workers were forked: see Files in docs/data.md"]
 EVALUATE = [*KEEP, "a metric that is no sum over samples; a loss that depends on the batch: pass --eval-batch-size"]
 DIVIDE = [
     "a loss that is a mean over tokens, nodes or weights, and not over samples: define loss_terms in model.py",
@@ -242,6 +246,7 @@ class Rehearsal:
         yield "killed twice and resumed", differences(whole, self.run("killed", partial(whole_run, 0)), names), RESUME
         with_workers = self.run("with_workers", partial(whole_run, 0), workers=2)
         yield "0 and 2 DataLoader workers", differences(whole, with_workers, names), RESUME
+        yield "samples read by 2 DataLoader workers and this process at once", self.shared_files(), SHARE
         best = whole / "best.pt"
         for ranks in sorted({1, self.nproc if torch.cuda.is_available() else max(self.nproc, 2)}):
             found = self.evaluated(whole, best if best.exists() else newest(whole), ranks)
@@ -251,6 +256,30 @@ class Rehearsal:
             short = self.run("short", partial(whole_run, 0), max_steps=torch.load(saved, weights_only=True)["step"])
             yield "evaluated in the middle of an epoch", self.evaluated(short, saved, 1), EVALUATE
         yield from self.divisions()
+
+    def shared_files(self) -> list[str]:
+        """Files and connections that workers share with this process, once it has loaded data and model as a run does."""
+        datasets, found = project.load_datasets(self.config), []
+        task.build_model(self.config, datasets.train)
+        for dataset in datasets[:]:
+            if dataset is None or hooks_of(dataset).in_memory:
+                continue
+            chunks = [[index] for index in range(min(len(dataset), READ_AT_ONCE))]
+            reader, alone = SeededReader(dataset, hooks_of(dataset).collate, self.config.seed, epoch=0), []
+            for processes, read_here in ((1, False), (2, False), (2, True)):
+                loader = DataLoader(reader, batch_sampler=chunks, num_workers=processes, collate_fn=hand_over)
+                workers = start_workers(loader)
+                try:
+                    for index, batch in enumerate(workers.batches):
+                        alone += [batch] if processes == 1 else []
+                        batches = [batch, reader.__getitems__([index])] if read_here else [batch]
+                        if not all(same(each, alone[index]) for each in batches):
+                            found.append(f"sample {index} of {data_name(dataset)} is another one then")
+                except Exception as error:  # what was read is damaged
+                    found.append(one_line(error))
+                if not read_here and (path := workers.shared_file()):
+                    found.insert(0, f"{path} is shared, with its position")
+        return found
 
     def evaluated(self, trained: Path, checkpoint: Path, nproc: int) -> list[str]:
         """How the metrics of a checkpoint, in new processes, differ from those that the run `trained` has logged."""

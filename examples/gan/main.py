@@ -14,8 +14,8 @@ import model as task
 from config import Config
 from data import load_datasets
 from ddp.checkpoint.reuse import init_weights
-from ddp.data.dataset import check_datasets
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import same_on_all_ranks, seed_everything
@@ -48,7 +48,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
     seed_everything(config.seed)
     model = build(task, config, datasets.train, rank_env)
 
-    with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model) as run:
+    with init_distributed(config, rank_env) as ctx, open_run(config, ctx, task.metric_for_best_model, datasets) as run:
         train_loader = TrainLoader(datasets.train, config, ctx, datasets.sampler)
         val_loader, test_loader = EvalLoader(datasets.val, config, ctx), EvalLoader(datasets.test, config, ctx, "test")
 

@@ -73,7 +73,7 @@ def list_members(folder: Path, index: Path) -> FileList:
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(index.with_suffix(".lock")):
-            if read_index(index).get("files") != facts:
+            if read_index(index).get("files") != facts or "keys" not in read_index(index)["members"]:
                 found = FileList.of(
                     pair for path in progress(files, f"indexing {folder}", "file") for pair in members(path)
                 )

@@ -1,5 +1,6 @@
 """Save and resume a run: the parts passed to `resume`, and the TrainState."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,16 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint
-from ddp.checkpoint.state import TrainState, check_parts, check_state, digest, run_differences, scale_change, snapshot
+from ddp.checkpoint.state import (
+    FixedShapes,
+    TrainState,
+    check_parts,
+    check_state,
+    digest,
+    run_differences,
+    scale_change,
+    snapshot,
+)
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.callbacks import WriteRest
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
@@ -23,6 +33,7 @@ from ddp.core.run_config import RunConfig
 from ddp.core.threads import BackgroundJob
 from ddp.data.dataset import describe
 from ddp.data.loader import TrainLoader
+from ddp.data.samples import Records, changes
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import is_split, local, split_like
 from ddp.distributed.tensors import checksum, map_tensors, named_leaves
@@ -39,9 +50,12 @@ class CheckpointManager:
         self.fields: dict[str, Any] = {}  # of Training that every checkpoint holds, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
+        self.records: Records = {}  # of samples, which must stay the same
         self.writer = BackgroundJob("checkpoint writer")
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.received: list[int] = []  # the checksums of the tensors of which this rank keeps its rows
+        self.fixed = FixedShapes({})
+        self.shapes: dict[str, list[int]] = {}  # of weights and buffers, which must stay the same
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -60,6 +74,7 @@ class CheckpointManager:
             if hasattr(part, "before_save"):
                 part.before_save()
         content = {**self.facts, **self._states(), **asdict(self.train_state)}
+        self._check_shapes(content)
         content["callbacks"] = {type(each).__name__: each.state_dict() for each in self.ctx.callbacks}
         check_state(content)
         self.last_step = step = self.train_state.step
@@ -109,6 +124,13 @@ class CheckpointManager:
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.fields.items()}
 
+    def _check_shapes(self, states: Mapping[str, Any]) -> None:
+        """Raise UsageError for a weight or buffer that load_state_dict would refuse when the run resumes."""
+        texts = "{name} was {second} at the start, is {first}", "{name} was not there at the start", "{name} is gone"
+        if found := differences(self.fixed.of(states), self.shapes, *texts):
+            remedy = "give it its shape in __init__, register it with persistent=False, or define _load_from_state_dict"
+            raise UsageError(f"no run could resume from this checkpoint: {first_few(found)}: {remedy}")
+
     def check_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
         """Raise Diverged for a value that became infinite or NaN. tensors: pairs of keys and whatever they lead to."""
         if bad := [name for name in self._find_non_finite(tensors) if name not in self.infinite]:
@@ -139,9 +161,12 @@ class CheckpointManager:
             "global_batch": train_loader.global_batch,
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
+            "records": json.dumps(self.records),
         }
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
+        self.fixed = FixedShapes(self.fields)
+        self.shapes = self.fixed.of(states)
         shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
         content, receive = self._read_on_main(partial(self._find, shapes), states)
         del states  # a part may replace its tensors
@@ -223,7 +248,10 @@ class CheckpointManager:
             return {}
         path = Path(content["path"])
         parts = {name: content[name] for name in content if name not in self._reserved()}
-        if found := run_differences(config, {**facts, "parts": states}, {**content, "parts": parts}):
+        ours = {**facts, "parts": states, "shapes": self.shapes}
+        theirs = {**content, "parts": parts, "shapes": self.fixed.of(parts)}
+        found = [*run_differences(config, ours, theirs), *self._data_differences(content)]
+        if found:
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"
@@ -234,7 +262,7 @@ class CheckpointManager:
             log.warning(
                 f"warning: {plural(then, 'process', 'es')} wrote this checkpoint, this run has {facts['world_size']}: "
                 f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}; "
-                f"{scale_change({**facts, 'parts': states}, {**content, 'parts': parts})}"
+                f"{scale_change(ours, theirs)}"
             )
         if edited := differences(facts["sources"], content["sources"], "{name}"):
             effect = "run uses the new code from here on; for a new run, choose another --output-dir"
@@ -246,6 +274,23 @@ class CheckpointManager:
         if path.parent != self.directory.path:
             content["started_from"] = os.path.realpath(path)
         return content
+
+    def _data_differences(self, content: Mapping[str, Any]) -> list[str]:
+        """How the data differ from those of a checkpoint, unless that is accepted, or samples were only removed."""
+        if self.config.evaluate:  # of other samples, if its user likes
+            return []
+        counts = [{"training": {"count": each["samples"], "keys": "", "samples": {}}} for each in (self.facts, content)]
+        ours, theirs, path = self.records, json.loads(content.get("records", "{}")), Path(content["path"])
+        if not (ours and theirs):
+            log.warning(f"warning: {path.name} has no record of the samples: only their number was compared")
+            ours, theirs = counts
+        changed, removed = changes(ours, theirs)
+        accepted = changed if self.config.accept_changed_data else []
+        for texts, how in ((removed, "were removed"), (accepted, "(--accept-changed-data)")):
+            if texts:
+                order = "the rest of this epoch is drawn anew"
+                log.warning(f"warning: since {path.name} was written: {first_few(texts)} {how}: {order}")
+        return [] if accepted else [f"{text} (--accept-changed-data continues with them)" for text in changed]
 
     def _load(self, content: Mapping[str, Any], receive: Callable[[str], Any]) -> None:
         vars(self.train_state).update(vars(TrainState.of(content)))

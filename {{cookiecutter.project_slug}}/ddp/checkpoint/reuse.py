@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint, verify
+from ddp.checkpoint.state import FixedShapes
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
@@ -158,8 +159,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
     Raises CheckpointError if nothing fits.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    common = [name for name in own if name in weights]
-    fitting = {name: weights[name] for name in common if weights[name].shape == own[name].shape}
+    common, fixed = [name for name in own if name in weights], FixedShapes({"model": model}).of({"model": own})
+    fitting = {name: weights[name] for name in common if name not in fixed or weights[name].shape == own[name].shape}
     if not fitting:
         first = next(iter(weights))
         theirs = f"its first weight is {first} {list(weights[first].shape)}"

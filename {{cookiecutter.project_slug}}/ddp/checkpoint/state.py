@@ -105,6 +105,36 @@ def digest(state: Any) -> str:
     return result.hexdigest()
 
 
+class FixedShapes:
+    """The shapes that load_state_dict expects as they are: those of the weights and buffers of the models in `fields`.
+
+    Not those of buffers that a module loads in its own way, such as the ranges that fake quantisation has observed.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.models = {name: part for name, part in fields.items() if isinstance(part, torch.nn.Module)}
+        self.own = {  # by model, the modules that load in their own way; FSDP2 adds hooks in the first pass
+            name: [prefix for prefix, module in model.named_modules() if _loads_in_its_own_way(module)]
+            for name, model in self.models.items()
+        }
+
+    def of(self, states: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Those in `states`, which are states by field."""
+        shapes = {}
+        for name, model in self.models.items():
+            weights = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+            for key, value in states.get(name, {}).items():  # not all are tensors: a module may have an extra state
+                if key in weights or key.rpartition(".")[0] not in self.own[name]:
+                    shapes[key if name == "model" else f"{name}.{key}"] = list(getattr(value, "shape", ()))
+        return shapes
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    methods = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
+    replaced = any(not method.__module__.startswith("torch.nn.modules.") for method in methods)  # BatchNorm has one
+    return replaced or bool(getattr(module, "_load_state_dict_pre_hooks", ()))
+
+
 def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """What another number of processes changes. The arguments are those of run_differences."""
     rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
@@ -119,7 +149,8 @@ def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """How a checkpoint differs from this run, as texts for the user: options, data, parts, names and sizes of weights.
 
-    Both mappings hold the facts of a checkpoint, and `parts`: states by name. An evaluation may have other options.
+    Both mappings hold the facts of a checkpoint; `parts`: states by name; and `shapes`: those that must be the same. An
+    evaluation may have other options.
     """
     options = [] if config.evaluate else [item.name for item in fields(config) if not item.metadata["may_change"]]
     found = []
@@ -132,15 +163,12 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
             pairs = enumerate(zip(labels, their_labels, strict=True))
             found += [f"class {number} of the data was {b}, is {a}" for number, (a, b) in pairs if a != b]
     if not config.evaluate:
-        if theirs["samples"] != ours["samples"]:
-            found.append(f"training samples were {theirs['samples']:,}, are {ours['samples']:,}")
         sampler, before = (facts.get("dataset", {}).get("sampler", "Shuffled") for facts in (ours, theirs))
         if sampler != before:
             found.append(f"the sampler was {before}, is {sampler}")
         if theirs["global_batch"] != ours["global_batch"]:  # they may change while the global batch stays the same
             chosen = ELASTIC_VARIABLE in os.environ and theirs["world_size"] != ours["world_size"]
             options += ["batch_size"] if chosen else ["batch_size", "grad_accum_steps"]
-    models = [name for name in ours["parts"] if name in theirs["parts"] and name not in ours["classes"]]
 
     def outline(facts: Mapping[str, Any]) -> dict[str, Any]:
         values = {**vars(type(config)()), **facts["config"]}  # the default of one that a checkpoint does not know
@@ -151,11 +179,7 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
             lines["--strict-resume: the number of processes"] = config.strict_resume and facts["world_size"]
         for name in facts["parts"]:
             lines[f"the {name}"] = None if config.evaluate else facts["classes"].get(name)
-        for name in models:
-            prefix = "" if name == "model" else f"{name}."
-            for key, value in facts["parts"][name].items():  # not all are tensors: a module may have an extra state
-                lines[prefix + key] = list(getattr(value, "shape", ()))
-        return lines
+        return lines | facts["shapes"]
 
     texts = "{name} was {second}, is {first}", "{name} is not in the checkpoint", "{name} is in the checkpoint only"
     return found + differences(outline(ours), outline(theirs), *texts)

@@ -114,6 +114,15 @@ class CheckpointDirectory:
             raise CheckpointError(f"--resume must: there is no checkpoint in {self.path}: {remedy}")
         return {}
 
+    def described(self) -> dict[str, Any]:
+        """What the checkpoint to resume from holds about the data, before it is verified; empty if there is none."""
+        resume = self.config.resume
+        paths = self.paths() if not self.config.evaluate or resume in RESUME_WORDS else []
+        for path in paths if resume == "never" or paths else [Path(resume)]:
+            with suppress(Exception):  # it is damaged; `find` reports that
+                return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["dataset"])
+        return {}
+
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""
         path = self.path_of(content["step"])

@@ -72,6 +72,7 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
     log_every: int = _run(100, "log every N steps, and at the end of each epoch", min=1)
     seed: int = _run(0, "seed of weights, order, augmentation and dropout", min=0, max=2**32 - 1, may_change=False)
     deterministic: bool = _run(False, "deterministic algorithms: exact resume on GPUs and 3+ processes; slower")
+    accept_changed_data: bool = _run(False, "resume although the samples are others than in the checkpoint")
     strict_resume: bool = _run(False, "refuse to resume with another number of processes")
 
     device: str = _distributed("auto", "auto: the GPUs if there are any", choices=("auto", "cuda", "cpu"))

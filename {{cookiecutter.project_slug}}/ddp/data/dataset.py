@@ -1,14 +1,13 @@
 """BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
-from ddp.core.errors import SetupError, UsageError
-from ddp.core.run_config import RunConfig
+from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
@@ -34,6 +33,7 @@ class Datasets:
     val: Any = None
     test: Any = None
     sampler: Any = None
+    records: Any = field(default=None, repr=False)  # of some samples, which check_datasets reads in the background
 
     def __getitem__(self, index: Any) -> Any:
         return (self.train, self.val, self.test)[index]
@@ -92,34 +92,23 @@ class BatchDataset(Dataset):
         """Numbers, strings, lists and dictionaries that checkpoints should hold about the data, in `dataset`."""
         return {}
 
+    def keys(self) -> Any:
+        """A number for each sample, int64 [n], that it keeps if others are removed, such as a hash of its file's name.
+
+        None: only its place in the dataset tells a sample from others.
+        """
+        return None
+
+    def keep(self, described: dict[str, Any]) -> bool:
+        """Continue with the data that a checkpoint has `described`: an earlier version may have split them otherwise.
+
+        Returns whether that changes them. Called on every rank, before the loaders are made.
+        """
+        return False
+
     def example_images(self, inputs: Any) -> torch.Tensor | None:
         """What TensorBoard shows of the first batch: images [n, 1 or 3, h, w] from 0 to 1, or None."""
         return None
-
-
-def check_datasets(found: Any, config: RunConfig) -> Datasets:
-    """Check what load_datasets returned: no set is empty or a stream. Raises UsageError or SetupError."""
-    if not isinstance(found, Datasets) or found.train is None:
-        returned = "no training set" if isinstance(found, Datasets) else _kind(found)
-        remedy = "return Datasets(train, val, test), from ddp.data.dataset; val and test may be None"
-        raise UsageError(f"load_datasets in data.py returned {returned}: {remedy}")
-    if config.evaluate and found.val is None and found.test is None:
-        raise UsageError("--evaluate: there is neither a validation set nor a test set")
-    if config.patience is not None and found.val is None and not config.evaluate:
-        raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
-    if found.sampler is not None and not (hasattr(found.sampler, "indices") and hasattr(found.sampler, "length")):
-        returned = f"the sampler that load_datasets returned ({type(found.sampler).__name__})"
-        raise UsageError(f"{returned} lacks indices(epoch, start, stop) or length(epoch): see docs/data.md")
-    for part, dataset in zip(("training", "validation", "test"), found[:], strict=True):
-        if dataset is None:
-            continue
-        indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if isinstance(dataset, IterableDataset) or not indexed:
-            stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
-            raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
-        if len(dataset) == 0:
-            raise SetupError(f"there are no {part} samples: check --data-dir")
-    return found
 
 
 def _with_wrapped(dataset: Any) -> Iterator[Any]:
@@ -184,7 +173,7 @@ def check_batch(batch: Any, dataset: Any) -> int:
     name, count = data_name(dataset), len(classes_of(dataset))
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         remedy = "return two values from __getitem__ in data.py, or make them in `prepare`"
-        raise UsageError(f"dataset {name}: a batch is {_kind(batch)}, not (inputs, targets): {remedy}")
+        raise UsageError(f"dataset {name}: a batch is {kind(batch)}, not (inputs, targets): {remedy}")
     _refuse_pil(batch, name)
     labels = batch[1]
     if not (count and isinstance(labels, torch.Tensor) and labels.dim() == 1) or labels.dtype not in INTEGERS:
@@ -207,7 +196,7 @@ def check_outputs(outputs: Any, classes: int) -> None:
 def check_loss(loss: Any) -> None:
     """Raise UsageError for a loss that cannot be trained. Cheap enough for each step."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise UsageError(f"compute_loss in model.py returned {_kind(loss)}: return one number, such as the mean")
+        raise UsageError(f"compute_loss in model.py returned {kind(loss)}: return one number, such as the mean")
     if not loss.requires_grad:
         remedy = "compute it from the outputs without detach(), item(), argmax() or torch.no_grad()"
         raise UsageError(f"the loss that compute_loss in model.py returned depends on no weight: {remedy}")
@@ -231,7 +220,7 @@ def _refuse_pil(tree: Any, name: str) -> None:
         raise UsageError(f"dataset {name} returns images of PIL, and no tensors: {remedy}")
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """`a tensor of shape [16]`, `a dictionary with 'image' and 'label'`, `a tuple with 2 parts`, `a float`."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"

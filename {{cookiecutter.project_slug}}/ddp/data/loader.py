@@ -16,9 +16,11 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
+from ddp.data.data_wait import DataWait
 from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
-from ddp.data.reader import SeededReader, hand_over, start_workers
+from ddp.data.reader import SeededReader
 from ddp.data.sampler import ResumableSampler, Shuffled
+from ddp.data.workers import hand_over, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
 from ddp.distributed.stop_sync import StopRequested
@@ -62,7 +64,7 @@ class _Loader:
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
         missing = len(indices)
-        for chunk in self.ctx.streams.upload(start_workers(loader)):  # move
+        for chunk in self.ctx.streams.upload(DataWait(self.config, self.ctx, start_workers(loader))):  # move
             missing -= 1
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
@@ -161,6 +163,7 @@ class TrainLoader(_Loader):
             self.wait_s += time.perf_counter() - start
             if batch is None:
                 return
+            self.ctx.work.in_step = True
             yield batch
 
 

@@ -1,30 +1,17 @@
 """Reads batches in DataLoader workers, or in this process, so that each sample depends on (seed, epoch, index) only."""
 
-import logging
-import multiprocessing
-import os
-import pickle
 import random
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, Subset
 
-from ddp.core.errors import PeerLost, UsageError, one_line
-from ddp.core.signals import STOP_SIGNALS, die_with_parent
+from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
 from ddp.distributed.seeds import derive_seed, keep_random_state
-
-log = logging.getLogger(__name__)
-START_TIMEOUT_S = 10.0  # for a worker to start; six times as long at each further attempt
 
 
 class SeededReader(Dataset):
@@ -85,28 +72,6 @@ class SeededReader(Dataset):
             raise explain_collate_error(error, samples, self.dataset) from error
 
 
-class _Pickled:
-    """A batch as bytes: if the thread of the worker's queue pickled it, an error would not reach the waiting rank."""
-
-    def __init__(self, batch: Any) -> None:
-        self.content = bytes(ForkingPickler.dumps(batch))
-
-    def __reduce__(self) -> Any:
-        return pickle.loads, (self.content,)
-
-
-def hand_over(batch: Any) -> Any:
-    """Pickle a batch in a worker. It is collated already. Raises PeerLost if memory ran out, for example."""
-    try:
-        return batch if get_worker_info() is None else _Pickled(batch)
-    except (RuntimeError, OSError) as error:
-        if "path too long" in str(error):
-            where = tempfile.gettempdir()
-            raise UsageError(f"DataLoader workers open sockets in {where}: set TMPDIR to a shorter path") from error
-        reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
-        raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
@@ -142,43 +107,3 @@ def _call(function: Callable[[Any], Any], argument: Any, seed: int) -> tuple[Any
         result = step(argument)
         draws.append((random.random(), numpy.random.random(), torch.rand(()).item()))
     return result, draws[0] != draws[1]
-
-
-def start_workers(loader: DataLoader) -> Iterator[Any]:
-    """iter(loader), once all of its workers run.
-
-    Python before 3.10.15 and 3.11.10 may fork while another thread, usually one of gloo's, holds a lock that the child
-    then waits for and never gets (cpython issue 112275). Such workers are killed, and all are started again.
-    """
-    timeout = START_TIMEOUT_S if multiprocessing.get_start_method() == "fork" else 3600.0  # others import torch first
-    while True:
-        others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
-        loader.worker_init_fn = partial(_start_worker, os.getpid(), started)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until _start_worker, in the workers
-        try:
-            batches = iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if all(started.acquire(timeout=timeout) for _ in range(loader.num_workers)):
-            return batches
-        log.warning("warning: a DataLoader worker did not start within %g s: starting all of them again", timeout)
-        workers = set(multiprocessing.active_children()) - others
-        del batches  # otherwise torch would report the killed workers as a failure
-        for worker in workers:
-            worker.kill()
-            worker.join()
-        timeout *= 6
-
-
-def _start_worker(parent: int, started: Any, _: int) -> None:
-    """In a worker. Every process of a job may be asked to stop, but the last step needs its batches."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    # multiprocessing's thread that sends shared memory reports here, if the rank is killed before this process.
-    show = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: isinstance(error, OSError | EOFError) or show(kind, error, trace)
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it is dead already; torch's own check would take another process for it
-        os._exit(1)
-    started.release()

@@ -47,6 +47,7 @@ class Work:
     """What this rank computes."""
 
     step: int = 0  # optimizer steps that the run has taken, also before it was resumed
+    in_step: bool = False  # whether a batch of the step that comes next was read: BatchNorm may have seen it
     sharded: bool = False  # whether the ranks compute each forward pass together, since none has the whole model
     repeats: bool = False  # whether this batch of an evaluation is one that another rank counts
     asked: bool = False  # whether `skip` was called for this batch

@@ -25,8 +25,9 @@ from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.signals import stop_error, stop_signal
-from ddp.data.dataset import data_name
+from ddp.data.dataset import Datasets, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.samples import compare_ranks
 from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
@@ -176,6 +177,7 @@ class Run:
             for schedule in self.schedules:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
+            self.ctx.work.in_step = False
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.run_log.enter("evaluation")
         self.run_log.close_bar()
@@ -317,10 +319,13 @@ def build(task: Any, config: RunConfig, train_set: Any, env: RankEnv) -> torch.n
 
 
 @contextmanager
-def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequence[Callable] = ()) -> Iterator[Run]:
+def open_run(
+    config: RunConfig, ctx: DistContext, metric: Metric, datasets: Datasets, trackers: Sequence[Callable] = ()
+) -> Iterator[Run]:
     """Open --output-dir for one run, and record how it ends. Call on every rank.
 
     metric: the value of the validation metrics that decides which checkpoint becomes best.pt; higher is better.
+    datasets: what check_datasets returned. Raises UsageError unless they are the same on all ranks.
     trackers: functions that rank 0 alone calls with `config` before the first line of metrics, for example of W&B. What
     they return has the methods `log(step, split, metrics)`, called after each line of metrics.jsonl with its numbers
     (split: train, train_epoch, val or test), and `close()`, called when the run ends, unless a hang has to be ended.
@@ -334,6 +339,10 @@ def open_run(config: RunConfig, ctx: DistContext, metric: Metric, trackers: Sequ
             each.opened()
     process_exit.on_hard_exit = run.hard_exit
     ctx.on_failure.append(run.fail)
+    run.checkpoints.records = compare_ranks(datasets, config, ctx)
+    described = ctx.on_main(run.checkpoints.directory.described)
+    if described and any([hooks_of(each).keep(described) for each in datasets[:] if each is not None]):
+        run.checkpoints.records = {}  # they were read before
     try:
         yield run
     except StopRequested as request:  # in an evaluation; the training loop calls run.should_stop itself

@@ -194,9 +194,10 @@ def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel, model: torch.nn
 
 
 class ModelEma:
-    """--ema: the average of a model's weights and BatchNorm statistics over steps, which `module` holds.
+    """--ema: the average of a model's weights and BatchNorm statistics over steps. `module` has it, for evaluations.
 
-    Its state_dict has the model's own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use.
+    It is kept in float32 or complex64 at least: bfloat16 would round small changes away. Its state_dict has the model's
+    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -205,8 +206,14 @@ class ModelEma:
         for prefix, part in self.module.named_modules():
             if _is_batch_norm(part):
                 tensors |= dict(part.named_buffers(prefix, recurse=False))
-        # Not the -inf of an attention mask, whose average with itself would be NaN.
-        self.averaged = [name for name, own in tensors.items() if own.is_floating_point() and own.isfinite().all()]
+        numbers = {name: own for name, own in tensors.items() if own.is_floating_point() or own.is_complex()}
+        # The tensors of `module`, or wider copies. Not the -inf of an attention mask: its average with itself is NaN.
+        self.averages = {
+            name: own.to(torch.promote_types(own.dtype, torch.float32))
+            for name, own in numbers.items()
+            if local(own).isfinite().all()
+        }
+        self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
         base = torch.nn.Module.get_extra_state
         self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
 
@@ -214,18 +221,32 @@ class ModelEma:
     def update(self, model: torch.nn.Module) -> None:
         """After an optimizer step: average = decay x average + (1 - decay) x weights. Everything else is copied."""
         ours, theirs = _tensors_of(self.module), _tensors_of(model)
-        self.average([ours[name] for name in self.averaged], [theirs[name] for name in self.averaged], 0)
-        for name in (ours.keys() & theirs.keys()).difference(self.averaged):  # a first pass may register buffers
+        if self.averages:
+            weights = [theirs[name].to(average.dtype) for name, average in self.averages.items()]
+            self.average(list(self.averages.values()), weights, 0)
+        for name in self.rounded:
+            ours[name].copy_(self.averages[name])
+        for name in (ours.keys() & theirs.keys()).difference(self.averages):  # a first pass may register buffers
+            if ours[name].shape != theirs[name].shape:  # that of a range which fake quantisation observes
+                part, _, buffer = name.rpartition(".")
+                setattr(self.module.get_submodule(part), buffer, torch.empty_like(theirs[name]))
+                ours[name] = getattr(self.module.get_submodule(part), buffer)
             ours[name].copy_(theirs[name])
         for name in self.with_extra_state:
             state = model.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.module.state_dict()
+        state, tensors = self.module.state_dict(keep_vars=True), _tensors_of(self.module)
+        averages = {id(tensors[name]): self.averages[name] for name in self.rounded}  # also for tied weights
+        for key, value in state.items():
+            state[key] = averages.get(id(value), value.detach() if isinstance(value, torch.Tensor) else value)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.module.load_state_dict(state)
+        for name in self.rounded:
+            self.averages[name].copy_(state[name])
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

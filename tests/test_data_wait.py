@@ -1,0 +1,252 @@
+"""Data that do not come, and files that workers share: named, ended in time, and never taken for slow data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outputs import lines, status, weights_and_momentum
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import main
+import model
+from ddp.data import samples
+from ddp.data.dataset import Datasets
+from ddp.training.run import Run
+from faults import fault
+from processes import Ranks, start, train
+
+RUN = ("--device=cpu", "--batch-size=8", "--log-every=1", "--epochs=2", "--warn-after=2")
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    layers = lambda config, train_set: nn.Sequential(nn.Dropout(0.5), nn.Linear(20, 10))  # noqa: E731
+    monkeypatch.setattr(model, "build_model", layers)
+
+
+class Numbers(Dataset):
+    classes = tuple(map(str, range(10)))
+
+    def __init__(self, length: int = 96, before: Callable[[int], Any] = lambda index: None) -> None:
+        self.length, self.before = length, before
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.before(index)
+        return torch.randn(20, generator=torch.Generator().manual_seed(index)), index % 10
+
+
+def load(monkeypatch: pytest.MonkeyPatch, *sets: Any) -> None:
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(*sets))
+
+
+def wait_without_end() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # a worker that was forked while another thread held a lock
+
+
+def hang_at(*indices: int, once: Path, how: Callable[[], Any] = wait_without_end) -> Callable[[int], None]:
+    """Hangs at these samples, as long as there is a file `once`."""
+
+    def hang(index: int) -> None:
+        if index in indices and once.exists():
+            how()
+
+    return hang
+
+
+# ---- data that do not come ------------------------------------------------------------------------------------------
+
+
+@fault(51)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_dataset_that_hangs_is_named_and_ends_the_run(
+    processes: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = tmp_path / "once"
+    load(monkeypatch, Numbers(96, hang_at(*range(96), once=once)))
+    given = (*RUN, "--workers", workers, "--timeout=5", "--output-dir", tmp_path / "run")
+
+    def hang_from_now(run: Run) -> None:
+        if run.state.step == 12 // processes:
+            once.touch()  # all ranks, in the second epoch
+
+    ranks = start(processes, *given, after_step=hang_from_now)
+    began = time.monotonic()
+    assert ranks.wait() == [8] * processes, ranks.output()
+    output = ranks.output()
+    assert 5 < time.monotonic() - began < 40
+    where = r"a sample, which it reads at test_data_wait.py:" if workers == 0 else "DataLoader worker "
+    assert f"warning: rank 0 waits for {where}" in output, output
+    assert ", which is at test_data_wait.py:" in output or workers == 0
+    (error,) = [line for line in output.splitlines() if "error: " in line]
+    assert " has waited 5 s (--timeout) for " in error and "; nothing was read or computed meanwhile" in error
+    assert status(tmp_path / "run")["exit_code"] == 8
+
+
+@fault(51)
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_stop_does_not_wait_for_data_that_do_not_come(
+    evaluates: bool, processes: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is saved, and the run continues from there as if nothing had happened."""
+    once, ends_at = tmp_path / "once", 96 // 8 // processes
+    sets = Numbers(96), Numbers(64)
+    sets[evaluates].before = hang_at(*range(96), once=once)
+    load(monkeypatch, *sets)
+    given = (*RUN, "--workers", workers, "--timeout=60")
+    train(processes, *given, "--output-dir", tmp_path / "whole")
+
+    def hang_from_now(run: Run) -> None:
+        if run.state.step == ends_at:  # the second epoch, or the first evaluation
+            once.touch()
+
+    ranks = start(processes, *given, "--output-dir", tmp_path / "run", after_step=hang_from_now)
+    ranks.until(lambda: "waits for" in ranks.output())
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    began = time.monotonic()
+    assert ranks.wait() == [75] * processes, ranks.output()
+    assert time.monotonic() - began < 50
+    assert f"stopped on request and saved, at step {ends_at}" in ranks.output()
+    once.unlink()
+    train(processes, *given, "--output-dir", tmp_path / "run")
+    assert weights_and_momentum(tmp_path / "whole") == weights_and_momentum(tmp_path / "run")
+    assert [line["loss"] for line in lines(tmp_path / "whole", "train")] == [
+        line["loss"] for line in lines(tmp_path / "run", "train")
+    ]
+
+
+def compute(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def read_slowly(path: Path, seconds: float) -> None:
+    with path.open("rb", buffering=0) as file:
+        for _ in range(int(2 * seconds)):
+            time.sleep(0.5)
+            assert file.read(10)
+            file.seek(0)
+
+
+def receive_slowly(seconds: float) -> None:
+    """From a connection, whose bytes the system does not count."""
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        for _ in range(int(2 * seconds)):
+            time.sleep(0.5)
+            theirs.sendall(b"x")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for _ in range(int(2 * seconds)):
+        ours.recv(1)
+    thread.join()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["compute", "sleep", "read", "receive"])
+def test_slow_data_are_no_hang(how: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch of the training and of an evaluation takes longer than --timeout, and so does code in between."""
+    (tmp_path / "file").write_bytes(b"0123456789")
+    slow = {
+        "compute": partial(compute, 7),
+        "sleep": lambda: [time.sleep(1) for _ in range(7)],
+        "read": partial(read_slowly, tmp_path / "file", 7),
+        "receive": partial(receive_slowly, 7),
+    }[how]
+
+    def be_slow(index: int) -> None:
+        if index == 50:
+            slow()
+
+    end_epoch = Run.end_epoch
+    monkeypatch.setattr(Run, "end_epoch", lambda *given: (time.sleep(4), end_epoch(*given)))
+    load(monkeypatch, Numbers(56, be_slow), Numbers(56, be_slow))
+    given = (*RUN, "--workers", workers, "--timeout=3", "--epochs=1", "--eval-batch-size=56")
+    output = train(1, *given, "--output-dir", tmp_path / "run")
+    assert "waits for" not in output and "val    loss" not in output
+
+
+def test_a_worker_that_has_nothing_to_do_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = tmp_path / "once"
+    once.touch()
+    load(monkeypatch, Numbers(96, hang_at(50, once=once)))
+    monkeypatch.setattr(samples, "RECORDED", 0)
+    output = train(1, *RUN, "--workers=3", "--timeout=5", "--output-dir", tmp_path / "run", code=8)
+    (warning,) = [line for line in output.splitlines() if "waits for" in line]
+    assert warning.count("DataLoader worker") == 1 and "test_data_wait.py" in warning
+
+
+def test_a_dataset_that_hangs_at_its_first_sample_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "once").touch()
+    load(monkeypatch, Numbers(96, hang_at(0, once=tmp_path / "once")))
+    output = train(2, *RUN, "--workers=0", "--timeout=5", "--output-dir", tmp_path / "run", code=8)
+    assert (
+        " has waited 5 s (--timeout) for DataLoader worker " in output and ", which is at test_data_wait.py:" in output
+    )
+
+
+# ---- files that workers share ---------------------------------------------------------------------------------------
+
+
+class Zipped(Numbers):
+    """Opens its archive at the first read, as torch advises."""
+
+    archive: zipfile.ZipFile | None = None
+
+    def __init__(self, path: Path, per_process: bool) -> None:
+        super().__init__(200)
+        self.path, self.per_process, self.pid = path, per_process, 0
+        with zipfile.ZipFile(path, "w") as archive:
+            for index in range(len(self)):
+                archive.writestr(str(index), os.urandom(2000) + bytes([index]))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.archive is None or (self.per_process and self.pid != os.getpid()):
+            self.archive, self.pid = zipfile.ZipFile(self.path), os.getpid()
+        assert self.archive.read(str(index))[-1] == index
+        return super().__getitem__(index)
+
+
+@fault(52)
+@pytest.mark.parametrize(
+    ("per_process", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0), (False, 1, 0)]
+)
+def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
+    per_process: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zipped = Zipped(tmp_path / "numbers.zip", per_process)
+    load(monkeypatch, zipped)
+
+    def build(config: Any, train_set: Any) -> nn.Module:
+        return nn.Linear(len(train_set[0][0]), 10)  # this opens the archive here, before the workers are forked
+
+    monkeypatch.setattr(model, "build_model", build)
+    given = (*RUN, "--workers", workers, "--epochs=1", "--output-dir", tmp_path / "run")
+    ranks: Ranks = start(2, *given)
+    assert ranks.wait() == [code] * 2, ranks.output()
+    if code:
+        (error,) = [line for line in ranks.output().splitlines() if "error: " in line]
+        assert f"error: {tmp_path}/numbers.zip (descriptor " in error
+        assert "was opened before the DataLoader workers, which share it: open it in __getitem__, once per" in error

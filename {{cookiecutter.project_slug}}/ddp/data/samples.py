@@ -1,0 +1,178 @@
+"""What load_datasets returned: check that it can be read by index, and that each index is the same sample everywhere.
+
+A record of some samples of each set is compared on all ranks, and with that in the checkpoint when a run resumes. They
+are read in a DataLoader worker, so that no file of a dataset is open here when the workers of the run are forked.
+"""
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ddp.core.errors import SetupError, UsageError
+from ddp.core.run_config import RunConfig
+from ddp.data.data_wait import DataWait
+from ddp.data.dataset import INTEGERS, Datasets, hooks_of, kind
+from ddp.data.reader import SeededReader
+from ddp.data.workers import start_workers
+from ddp.distributed.process_group import DistContext
+from ddp.distributed.seeds import derive_seed, random_bits
+from ddp.distributed.tensors import checksum, leaves
+
+PARTS = ("training", "validation", "test")
+RECORDED = 8  # samples of each set, chosen by the seed, as well as the first and the last one
+FEW = 16  # numbers of a sample that are compared one by one; of more, the means of BLOCKS
+BLOCKS = 8
+LONGEST = 1 << 18  # values of a sample that are read for the means
+TOLERANCES = {True: 1e-3, False: 0.02}  # of few numbers, and of means: decoders and processors differ by less
+Record = dict[str, Any]
+Records = dict[str, Record]  # by set: training, validation, test
+REMEDY = (
+    "load the same data in the same order on all ranks: do not choose samples by RANK, which the loader does; seed a "
+    "split or shuffle of your own; sort lists of files"
+)
+
+
+def check_datasets(found: Any, config: RunConfig) -> Datasets:
+    """Check what load_datasets returned: no set is empty or a stream. Raises UsageError or SetupError."""
+    if not isinstance(found, Datasets) or found.train is None:
+        returned = "no training set" if isinstance(found, Datasets) else kind(found)
+        remedy = "return Datasets(train, val, test), from ddp.data.dataset; val and test may be None"
+        raise UsageError(f"load_datasets in data.py returned {returned}: {remedy}")
+    if config.evaluate and found.val is None and found.test is None:
+        raise UsageError("--evaluate: there is neither a validation set nor a test set")
+    if config.patience is not None and found.val is None and not config.evaluate:
+        raise UsageError("--patience needs a validation set: add one in data.py, or remove --patience")
+    if found.sampler is not None and not (hasattr(found.sampler, "indices") and hasattr(found.sampler, "length")):
+        returned = f"the sampler that load_datasets returned ({type(found.sampler).__name__})"
+        raise UsageError(f"{returned} lacks indices(epoch, start, stop) or length(epoch): see docs/data.md")
+    for part, dataset in _sets(found).items():
+        indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if isinstance(dataset, IterableDataset) or not indexed:
+            stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"
+            raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
+        if len(dataset) == 0:
+            raise SetupError(f"there are no {part} samples: check --data-dir")
+    forks = multiprocessing.get_start_method() == "fork"  # otherwise data in memory would have to be sent
+    recorder: Any = _Recorder(_sets(found), config.seed)
+    generator = torch.Generator()  # otherwise iter() would draw from the global one
+    found.records = start_workers(DataLoader(recorder, None, num_workers=int(forks), generator=generator))
+    return found
+
+
+def _sets(datasets: Datasets) -> dict[str, Any]:
+    return {part: each for part, each in zip(PARTS, datasets[:], strict=True) if each is not None}
+
+
+class _Recorder(Dataset):
+    """Reads the record of each set: how many samples it has, and what some of them are, by their keys."""
+
+    def __init__(self, sets: Mapping[str, Any], seed: int) -> None:
+        self.sets, self.seed = list(sets.values()), seed
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    def __getitem__(self, number: int) -> str:
+        dataset, count = self.sets[number], len(self.sets[number])
+        keys = hooks_of(dataset).keys()
+        if keys is None or len(keys) != count:  # it may be of a set that `dataset` is a part of
+            digest, chosen = "", {derive_seed(self.seed, each) % count for each in range(RECORDED)}
+        else:  # the largest of random numbers that belong to the keys: the same ones if others are removed
+            keys = torch.as_tensor(keys).contiguous()
+            digest = hashlib.sha256(keys.numpy().data).hexdigest()
+            chosen = {*random_bits(derive_seed(self.seed), keys).topk(min(RECORDED, count)).indices.tolist()}
+        reader = SeededReader(dataset, hooks_of(dataset).collate, self.seed, epoch=0)
+        samples = {}
+        for index in sorted(chosen | {0, count - 1}):
+            parts = [_summary(part) for part in leaves(reader.__getitems__([index]))]
+            samples[int(keys[index]) if digest else index] = [index, parts]
+        return json.dumps({"count": count, "keys": digest, "samples": samples})
+
+
+def _summary(part: Any) -> tuple[str, list[float]]:
+    """What is compared exactly of a part of a sample, and what roughly: the last number is the scale of the others."""
+    if isinstance(part, float):
+        part = torch.tensor(part)
+    if isinstance(part, numpy.ndarray | numpy.generic) and part.dtype.kind in "biufc":
+        part = torch.from_numpy(numpy.asarray(part))
+    if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized:
+        return (repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__), []
+    if part.dtype == torch.bool or (part.dtype in INTEGERS and (part.dtype != torch.uint8 or part.numel() <= FEW)):
+        return str(int(part) if part.numel() == 1 else f"{list(part.shape)} {checksum(part)}"), []
+    flat = (torch.view_as_real(part) if part.is_complex() else part).detach().flatten()
+    values = flat[:: 1 + len(flat) // LONGEST].double()
+    means = (
+        [block.mean().item() for block in values.chunk(FEW if len(values) <= FEW else BLOCKS)] if len(values) else []
+    )
+    scale = values.std(correction=0).item() + max(map(abs, means)) if means else 0.0
+    return f"{part.dtype} {list(part.shape)}", [*means, scale * TOLERANCES[len(values) <= FEW]]
+
+
+def _is_same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two samples of a record are the same. Each may have its own index as a part."""
+    (index, parts), (other_index, others) = one, other
+    return (
+        len(parts) == len(others)
+        and all(
+            (text == theirs or (text, theirs) == (str(index), str(other_index)))
+            and len(numbers) == len(their_numbers)
+            and all(
+                a == b or abs(a - b) <= max(numbers[-1], their_numbers[-1]) or (a != a and b != b)  # NaN
+                for a, b in zip(numbers[:-1], their_numbers[:-1], strict=True)
+            )
+            for (text, numbers), (theirs, their_numbers) in zip(parts, others, strict=True)
+        )
+    )
+
+
+def _different(one: Record, other: Record) -> list[int]:
+    """The indices in `one` of the recorded samples that are others in `other`."""
+    common = one["samples"].keys() & other["samples"].keys()
+    return sorted(one["samples"][key][0] for key in common if not _is_same(one["samples"][key], other["samples"][key]))
+
+
+def compare_ranks(datasets: Datasets, config: RunConfig, ctx: DistContext) -> Records:
+    """The records of the sets. Raises UsageError unless they are the same on all ranks. Call on every rank."""
+    sets, workers = _sets(datasets), datasets.records
+    try:
+        texts = list(DataWait(config, ctx, workers))
+    except RuntimeError as error:
+        if "CUDA" not in str(error):
+            raise
+        recorder = _Recorder(sets, config.seed)  # data on a GPU: no other process reads them
+        texts = [recorder[number] for number in range(len(sets))]
+    ours = dict(zip(sets, map(json.loads, texts), strict=True))
+    first, found = ctx.on_main(lambda: ours), ""
+    for part, record in ours.items():
+        other = first.get(part, record)
+        if record["count"] == other["count"] and (record["keys"] != other["keys"] or _different(record, other)):
+            indices = _different(record, other)
+            what = f"{part} sample {indices[0]}" if indices else f"a {part} sample"
+            found = found or f"{what} on rank {ctx.rank} is another one than on rank 0"
+    if text := next(filter(None, ctx.gather(found)), ""):
+        raise UsageError(f"{text}: {REMEDY}")
+    return ours
+
+
+def changes(ours: Records, theirs: Records) -> tuple[list[str], list[str]]:
+    """How the data differ from those of a checkpoint, as texts; and what was only removed from them."""
+    changed, removed = [], []
+    for part in [part for part in ours if part in theirs]:
+        one, other = ours[part], theirs[part]
+        fewer = other["count"] - one["count"]
+        missing = len(other["samples"].keys() - one["samples"].keys())
+        if indices := _different(one, other):
+            changed.append(f"{part} sample {indices[0]:,} is another one")
+        elif fewer > 0 and one["keys"] and other["keys"] and missing <= min(fewer, len(other["samples"]) - 1):
+            removed.append(f"{fewer:,} of {other['count']:,} {part} samples")
+        elif fewer:
+            changed.append(f"{part} samples were {other['count']:,}, are {one['count']:,}")
+        elif one["keys"] != other["keys"]:
+            changed.append(f"the {part} samples are others, or in another order")
+    return changed, removed
