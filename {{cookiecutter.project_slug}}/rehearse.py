@@ -258,7 +258,7 @@ class Rehearsal:
         yield from self.divisions()
 
     def shared_files(self) -> list[str]:
-        """Files and connections that workers share with this process, once it has loaded data and model as a run does."""
+        """Files and connections that workers share with this process, which loads data and model as a run does."""
         datasets, found = project.load_datasets(self.config), []
         task.build_model(self.config, datasets.train)
         for dataset in datasets[:]:

@@ -31,9 +31,9 @@ from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.threads import BackgroundJob
-from ddp.data.dataset import describe
+from ddp.data.dataset import Datasets, describe, hooks_of
 from ddp.data.loader import TrainLoader
-from ddp.data.samples import Records, changes
+from ddp.data.samples import Records, changes, compare_ranks
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.shards import is_split, local, split_like
 from ddp.distributed.tensors import checksum, map_tensors, named_leaves
@@ -64,6 +64,16 @@ class CheckpointManager:
             "world_size": ctx.world_size,
             "started_from": None,  # the checkpoint of another run, if --resume named one
         }
+
+    def check_samples(self, datasets: Datasets) -> None:
+        """Record samples of the sets, and keep a split of an earlier version. Call on every rank, before the loaders.
+
+        Raises UsageError if the samples are not the same on all ranks.
+        """
+        self.records = compare_ranks(datasets, self.config, self.ctx)
+        described = self.ctx.on_main(self.directory.described)
+        if described and any([hooks_of(each).keep(described) for each in datasets[:] if each is not None]):
+            self.records = {}  # of the other split
 
     def save(self, sync_logs: Callable[[], None]) -> None:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""

@@ -25,9 +25,8 @@ from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, RunConfig
 from ddp.core.signals import stop_error, stop_signal
-from ddp.data.dataset import Datasets, data_name, hooks_of
+from ddp.data.dataset import Datasets, data_name
 from ddp.data.loader import EvalLoader, TrainLoader
-from ddp.data.samples import compare_ranks
 from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
@@ -339,10 +338,7 @@ def open_run(
             each.opened()
     process_exit.on_hard_exit = run.hard_exit
     ctx.on_failure.append(run.fail)
-    run.checkpoints.records = compare_ranks(datasets, config, ctx)
-    described = ctx.on_main(run.checkpoints.directory.described)
-    if described and any([hooks_of(each).keep(described) for each in datasets[:] if each is not None]):
-        run.checkpoints.records = {}  # they were read before
+    run.checkpoints.check_samples(datasets)
     try:
         yield run
     except StopRequested as request:  # in an evaluation; the training loop calls run.should_stop itself
