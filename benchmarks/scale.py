@@ -121,7 +121,7 @@ def files_here(n: int) -> Any:
 
     folder = folder_of(n)
     classes = find_classes(folder)
-    samples = list_files(str(folder), classes, lambda name: find_images(folder / name))
+    samples = list_files(folder, classes, lambda name: find_images(folder / name))
     return samples, [samples[index] for index in range(0, n, max(1, n // BATCH))]
 
 

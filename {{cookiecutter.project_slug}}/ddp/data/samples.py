@@ -167,12 +167,13 @@ def changes(ours: Records, theirs: Records) -> tuple[list[str], list[str]]:
         one, other = ours[part], theirs[part]
         fewer = other["count"] - one["count"]
         missing = len(other["samples"].keys() - one["samples"].keys())
-        if indices := _different(one, other):
-            changed.append(f"{part} sample {indices[0]:,} is another one")
-        elif fewer > 0 and one["keys"] and other["keys"] and missing <= min(fewer, len(other["samples"]) - 1):
+        indices, keyed = _different(one, other), one["keys"] and other["keys"]
+        if fewer > 0 and keyed and not indices and missing <= min(fewer, len(other["samples"]) - 1):
             removed.append(f"{fewer:,} of {other['count']:,} {part} samples")
         elif fewer:
             changed.append(f"{part} samples were {other['count']:,}, are {one['count']:,}")
+        elif indices:
+            changed.append(f"{part} sample {indices[0]:,} is another one")
         elif one["keys"] != other["keys"]:
             changed.append(f"the {part} samples are others, or in another order")
     return changed, removed
