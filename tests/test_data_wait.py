@@ -75,6 +75,7 @@ def hang_at(*indices: int, once: Path, how: Callable[[], Any] = wait_without_end
 
 
 @fault(51)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_dataset_that_hangs_is_named_and_ends_the_run(
@@ -102,6 +103,7 @@ def test_a_dataset_that_hangs_is_named_and_ends_the_run(
 
 
 @fault(51)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_stop_does_not_wait_for_data_that_do_not_come(
@@ -164,6 +166,7 @@ def receive_slowly(seconds: float) -> None:
     thread.join()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["compute", "sleep", "read", "receive"])
 def test_slow_data_are_no_hang(how: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

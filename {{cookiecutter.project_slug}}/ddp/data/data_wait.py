@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ddp.core.errors import RankHangs, UsageError, numbered
@@ -23,19 +22,16 @@ from ddp.distributed.stop_sync import StopDecision, StopRequested
 
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
-ASK_AFTER_S = 5.0  # from when on a process that wakes up counts as one that works, unless it waits for work
+ASK_AFTER_S = ASK_INTERVAL_S = 4.0  # when a wait is so long, where the workers are is asked; and then again
 STOP_AFTER_S = 2.0  # without a sign of life of those that read: a stop need not wait for them
 WARNING_INTERVAL_S = 180.0
-TICK_INTERVAL_S = 30.0  # a process that only waits, and looks for work now and then, uses less than 10 ms in that time
-SERVES = ("gloo", "pt_", "nccl", "cuda")  # the names of threads of torch and CUDA that poll
 END = object()
-Usage = dict[int, tuple[int, int, int]]  # by process: ticks of 10 ms that it has computed, bytes read, times it woke up
 
 
 class DataWait:
     """Iterates over the batches of `workers`, while a thread watches how long this rank waits for each.
 
-    The clock restarts whenever a process that reads uses the processor, or reads bytes: slow data are no hang.
+    The clock restarts with each sign of life of a process that reads: slow data are no hang.
     """
 
     def __init__(self, config: RunConfig, ctx: DistContext, workers: Workers) -> None:
@@ -91,57 +87,62 @@ class DataWait:
 
     def _watch(self) -> None:
         """In the thread, as all methods below, but `_vote`."""
-        waiting = idle_since = next_warning = 0.0
-        used: Usage = {}
-        busy: list[int] | None = None  # the processes that read, once nothing has happened for a while
+        waiting = idle_since = asked_at = next_warning = 0.0
+        sites: dict[int, str] = {}
+        signs: Any = None
         while not self.closed.wait(POLL_INTERVAL_S):
             began, now = self.began, time.monotonic()
-            if began is None or now - began < POLL_INTERVAL_S:
+            if began is None or now - began < self.ask_after_s:
                 continue
+            alive = began != waiting or self._signs_of_life(sites) != signs
             if began != waiting:
                 waiting = idle_since = began
-                used, busy, next_warning = self._usage(), None, self.config.warn_after
-            elif _works(used, self._usage(busy), now - idle_since, exact=bool(busy)):
-                used, busy, idle_since = self._usage(), None, now
+                asked_at, next_warning = 0.0, self.config.warn_after
+            elif alive:
+                idle_since = now
+            if alive and now - asked_at >= ASK_INTERVAL_S:
+                sites, asked_at = self._sites(), now
+            if alive:  # the question has woken the workers
+                signs = self._signs_of_life(sites)
             idle = now - idle_since
             if idle >= self.config.timeout:
-                self._exit()
-            elif idle >= next_warning or (idle >= self.ask_after_s and busy is None):
-                sites = self._sites()
-                if idle >= next_warning:
-                    next_warning = idle + WARNING_INTERVAL_S
-                    log.warning("warning: rank %d waits for %s", self.ctx.rank, self._reader(sites))
-                busy = list(sites) if self.workers.pids else [os.getpid()]
-                used = self._usage(busy)  # the question has woken them
+                self._exit(self._reader(sites))
+            elif idle >= next_warning:
+                next_warning = idle + WARNING_INTERVAL_S
+                log.warning("warning: rank %d waits for %s", self.ctx.rank, self._reader(sites))
             if idle >= STOP_AFTER_S:
-                self._stop()
-
-    def _usage(self, pids: Sequence[int] | None = None) -> Usage:
-        import psutil
-
-        found: Usage = {}
-        for pid in pids or self.workers.pids or [os.getpid()]:
-            with suppress(OSError, psutil.Error):
-                for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-                    found[process.pid] = _used(process.pid)
-        return found
+                with suppress(RuntimeError):  # the store is gone: the failure monitor notices that
+                    self._stop()
 
     def _sites(self) -> dict[int, str]:
-        """Where the workers are, but those that have nothing to do."""
+        """What the workers do, but those that have nothing to do, which look for work now and then."""
         return {pid: site for pid in self.workers.pids if (site := self.workers.site(pid))}
+
+    def _signs_of_life(self, pids: Collection[int]) -> Any:
+        """Changes when a process that reads runs, or reads bytes. Of this process, when its main thread runs."""
+        import psutil
+
+        found: list[Any] = []
+        with suppress(psutil.Error, OSError):  # one has ended: that is a sign as well
+            for parent in map(psutil.Process, pids or self.workers.pids or [os.getpid()]):
+                for each in (parent, *parent.children(recursive=True)):
+                    found.append([each.pid, sum(each.num_ctx_switches())])
+                    if each.pid != os.getpid():  # where gloo's threads run all the time
+                        found.append([*each.cpu_times()[:2], each.io_counters().read_chars])
+        return found
 
     def _reader(self, sites: Mapping[int, str]) -> str:
         """`DataLoader worker 4711, which is at data.py:26`: what this rank waits for."""
         if sites:
-            return ", and ".join(f"DataLoader worker {pid}, which is at {site}" for pid, site in sites.items())
+            return ", and ".join(f"DataLoader worker {pid}, which {site}" for pid, site in sites.items())
         if self.workers.pids:
             return numbered("DataLoader worker", self.workers.pids)
         stack = main_stack()
         return f"a sample, which it reads at {call_site(stack) or f'{stack[0].filename}:{stack[0].lineno}'}"
 
-    def _exit(self) -> None:
+    def _exit(self, reader: str) -> None:
         """End this process, and with it the run."""
-        monitor, reader = self.ctx.monitor, self._reader(self._sites())
+        monitor = self.ctx.monitor
         dump_stacks(self.ctx.rank)
         waited = f"rank {self.ctx.rank} has waited {self.config.timeout:g} s (--timeout) for {reader}"
         cause = monitor.resolve_root_cause(RankHangs(f"{waited}; nothing was read or computed meanwhile"))
@@ -183,29 +184,3 @@ class DataWait:
                 self.decision = StopDecision(max(votes.values()), False)
                 self.ctx.stop_sync.decided = True
             return
-
-
-def _used(pid: int) -> tuple[int, int, int]:
-    """What the threads of a process have used. Of this process, without those that serve the run in the background."""
-    own = pid == os.getpid()
-    daemons = {thread.native_id for thread in threading.enumerate() if thread.daemon} if own else set()
-    ticks = read = woken = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        if int(task.name) in daemons or (own and (task / "comm").read_text().startswith(SERVES)):
-            continue
-        times = (task / "stat").read_text().rpartition(")")[2].split()
-        ticks += int(times[11]) + int(times[12])
-        read += int((task / "io").read_text().split()[1])
-        woken += int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-    return ticks, read, woken
-
-
-def _works(before: Usage, now: Usage, seconds: float, *, exact: bool) -> bool:
-    """Whether a process has done something in these seconds, or has started or ended. exact: or has woken up."""
-    if before.keys() != now.keys():
-        return True
-    noise = 1 + seconds / TICK_INTERVAL_S
-    return any(
-        abs(now[pid][0] - ticks) > noise or now[pid][1] != read or (exact and now[pid][2] != woken)
-        for pid, (ticks, read, woken) in before.items()
-    )

@@ -44,7 +44,7 @@ class Workers:
     positions: dict[str, int] = field(default_factory=dict)  # of the files that were open before they were forked
 
     def site(self, pid: int) -> str:
-        """`data.py:26 (read)`, where a worker is; empty if it waits for work, or does not respond."""
+        """What a worker does: `is at data.py:26 (read)`, or `does not respond`; empty if it waits for work."""
         if self.stacks is None:
             return ""
         self.stacks.seek(0)
@@ -56,9 +56,11 @@ class Workers:
             text = os.pread(self.stacks.fileno(), 1 << 16, 0).decode(errors="replace")
         frames = [FrameSummary(file, int(line), name) for file, line, name in FRAME.findall(text)]
         stack = list(takewhile(lambda frame: frame.name != "_worker_loop", frames))  # what comes before is this process
-        if not stack or any(frame.filename.endswith("multiprocessing/queues.py") for frame in stack):
+        if not stack:
+            return "does not respond"
+        if any(frame.filename.endswith("multiprocessing/queues.py") for frame in stack):
             return ""
-        return call_site(stack) or f"{Path(stack[0].filename).name}:{stack[0].lineno} ({stack[0].name})"
+        return f"is at {call_site(stack) or f'{Path(stack[0].filename).name}:{stack[0].lineno} ({stack[0].name})'}"
 
     def shared_file(self) -> str:
         """A file that was open before the workers were forked, if they have moved its position since."""
