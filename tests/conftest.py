@@ -139,20 +139,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # Longest first, so that processes that take file by file end at nearly the same time.
 LONG = (
     *("crash_states", "ports", "nodes", "machines", "chaos", "benchmarks", "launch", "options", "data", "examples"),
+    *("faults", "data_wait", "ssh", "slurm", "mirror", "generator", "rank_files", "shard_more_faults", "shard"),
     *(
-        "faults",
-        "data_wait",
-        "ssh",
-        "slurm",
-        "mirror",
-        "generator",
-        "rank_files",
-        "shard_more_faults",
-        "shard",
         "storage",
         "resume",
+        "owner_code",
+        "recipes",
+        "rehearse",
+        "shard_faults",
+        "documentation",
+        "benchmark",
+        "check",
+        "training",
     ),
-    *("owner_code", "recipes", "rehearse", "shard_faults", "documentation", "benchmark", "check", "training"),
 )
 
 
