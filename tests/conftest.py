@@ -140,18 +140,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 LONG = (
     *("crash_states", "ports", "nodes", "machines", "chaos", "benchmarks", "launch", "options", "data", "examples"),
     *("faults", "data_wait", "ssh", "slurm", "mirror", "generator", "rank_files", "shard_more_faults", "shard"),
-    *(
-        "storage",
-        "resume",
-        "owner_code",
-        "recipes",
-        "rehearse",
-        "shard_faults",
-        "documentation",
-        "benchmark",
-        "check",
-        "training",
-    ),
+    *("storage", "resume", "owner_code", "recipes", "rehearse", "shard_faults", "documentation", "benchmark"),
+    *("check", "training"),
 )
 
 
