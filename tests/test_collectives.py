@@ -271,8 +271,10 @@ def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> 
     verdict, again = verdicts(outputs)
     expected = r"rank 1 did not respond for 4 s \(--timeout\): rank 0 has waited (\d+) s at main\.py:.*; "
     found = re.match(f"{expected}rank 1 is at {re.escape(site)}; see the stacks of rank 1; ", verdict)
-    assert found and int(found[1]) >= 3, verdict  # it is measured to a second, and longer on a busy machine
-    assert verdict.startswith(again) and "start all ranks again" not in verdict
+    itself = f"rank 1 has waited 4 s (--timeout) for a sample, which it reads at {site}; nothing was read or computed"
+    if case != "a dataset that hangs" or not verdict.startswith(itself):  # either rank may be first
+        assert found and int(found[1]) >= 3, verdict  # it is measured to a second, and longer on a busy machine
+    assert min(verdict, again, key=len) in max(verdict, again, key=len) and "start all ranks again" not in verdict
     assert f'File "{main.path}", line {site.partition(":")[2].partition(",")[0]} in ' in outputs[1], "its stack"
 
 

@@ -206,7 +206,14 @@ def test_files_edited_since_the_checkpoint_are_named(
 
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
     then = {name: value for name, value in asdict(Config.parse([])).items() if name != "clip_grad"}
-    content = {"config": then, "global_batch": 64, "samples": 100, "classes": {"optimizer": "SGD"}, "parts": {}}
+    content = {
+        "config": then,
+        "global_batch": 64,
+        "samples": 100,
+        "classes": {"optimizer": "SGD"},
+        "parts": {},
+        "shapes": {},
+    }
 
     def differences(*options: str) -> list[str]:
         config = Config.parse(options)
@@ -224,7 +231,14 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
 
 def test_classes_in_another_order_are_other_classes() -> None:
     """Each label would mean another one."""
-    facts = {"config": asdict(Config.parse([])), "global_batch": 64, "samples": 100, "classes": {}, "parts": {}}
+    facts = {
+        "config": asdict(Config.parse([])),
+        "global_batch": 64,
+        "samples": 100,
+        "classes": {},
+        "parts": {},
+        "shapes": {},
+    }
     ours, theirs = ({**facts, "dataset": {"classes": classes}} for classes in (["cat", "dog"], ["dog", "cat"]))
     for options in ([], ["--evaluate"]):
         found = run_differences(Config.parse(options), ours, theirs)

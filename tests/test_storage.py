@@ -243,7 +243,7 @@ def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
         *("format", "sources", "classes"),
         *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "samples_consumed"),
         *("best", "best_step", "best_metrics", "evaluated_step", "epochs_since_best", "logged_step", "epoch_start"),
-        *("config", "world_size", "global_batch", "samples", "dataset", "started_from", "callbacks"),
+        *("config", "world_size", "global_batch", "samples", "dataset", "records", "started_from", "callbacks"),
     }
     assert (content["step"], content["epoch"], content["samples_consumed"]) == (6, 1, 128)
     assert content["world_size"] == 2

@@ -260,8 +260,7 @@ class CheckpointManager:
         parts = {name: content[name] for name in content if name not in self._reserved()}
         ours = {**facts, "parts": states, "shapes": self.shapes}
         theirs = {**content, "parts": parts, "shapes": self.fixed.of(parts)}
-        found = [*run_differences(config, ours, theirs), *self._data_differences(content)]
-        if found:
+        if found := run_differences(config, ours, theirs) or self._data_differences(content):
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"

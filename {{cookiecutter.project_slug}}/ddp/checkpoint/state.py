@@ -113,7 +113,7 @@ class FixedShapes:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.models = {name: part for name, part in fields.items() if isinstance(part, torch.nn.Module)}
-        self.own = {  # by model, the modules that load in their own way; FSDP2 adds hooks in the first pass
+        self.own = {  # by model, the modules that load in their own way; a first pass may add such a hook to others
             name: [prefix for prefix, module in model.named_modules() if _loads_in_its_own_way(module)]
             for name, model in self.models.items()
         }

@@ -90,11 +90,10 @@ class CheckpointDirectory:
         --resume PATH applies until this directory has checkpoints of its own, so that the same command can be repeated
         after a crash. Raises CheckpointError if no checkpoint can be used, or if --resume must finds none.
         """
-        resume, paths, reasons = self.config.resume, self.paths(), []
-        from_path = resume not in RESUME_WORDS
-        if from_path and (self.config.evaluate or not paths):
-            return read(Path(resume))
-        for path in paths:
+        resume, from_path, reasons = self.config.resume, self.config.resume not in RESUME_WORDS, []
+        if (given := self._given()) is not None:
+            return read(given)
+        for path in self.paths():
             try:
                 content = read(path)
             except InvalidCheckpoint as error:
@@ -114,12 +113,16 @@ class CheckpointDirectory:
             raise CheckpointError(f"--resume must: there is no checkpoint in {self.path}: {remedy}")
         return {}
 
+    def _given(self) -> Path | None:
+        """The checkpoint of --resume PATH, unless this directory has checkpoints of its own."""
+        applies = self.config.resume not in RESUME_WORDS and (self.config.evaluate or not self.paths())
+        return Path(self.config.resume) if applies else None
+
     def described(self) -> dict[str, Any]:
         """What the checkpoint to resume from holds about the data, before it is verified; empty if there is none."""
-        resume = self.config.resume
-        paths = self.paths() if not self.config.evaluate or resume in RESUME_WORDS else []
-        for path in paths if resume == "never" or paths else [Path(resume)]:
-            with suppress(Exception):  # it is damaged; `find` reports that
+        given = self._given()
+        for path in self.paths() if given is None else [given]:
+            with suppress(Exception):  # it is damaged: `find` reports that
                 return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["dataset"])
         return {}
 

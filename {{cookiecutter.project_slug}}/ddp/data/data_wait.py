@@ -61,6 +61,9 @@ class DataWait:
             raise
         finally:
             self.closed.set()
+            if signal.getsignal(STACK_SIGNAL) == self._interrupt:  # which would keep the workers' queues
+                with suppress(ValueError):  # not in the main thread
+                    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
 
     def _refuse_shared_file(self, error: Exception | None) -> None:
         if (path := self.workers.shared_file()) and self.config.output_dir not in path:

@@ -128,6 +128,7 @@ class TrainLoader(_Loader):
             self.sampler.check_order(self.ctx)
         batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(steps):
+            self.ctx.work.in_step = False
             yield (step := islice(batches, self.config.grad_accum_steps))
             list(step)  # what main.py has left of them
 
@@ -185,6 +186,7 @@ class EvalLoader(_Loader):
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
         self.ctx.stop_sync.restart()
+        self.ctx.work.in_step = False
         world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
         # Where all ranks compute a pass together, those that are out of turn read the last batch once more.
         end, work = count + -count % world_size if self.ctx.work.sharded else count, self.ctx.work

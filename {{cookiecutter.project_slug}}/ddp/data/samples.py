@@ -14,12 +14,12 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp.core.errors import SetupError, UsageError
+from ddp.core.errors import SetupError, UsageError, UserError
 from ddp.core.run_config import RunConfig
 from ddp.data.data_wait import DataWait
 from ddp.data.dataset import INTEGERS, Datasets, hooks_of, kind
 from ddp.data.reader import SeededReader
-from ddp.data.workers import start_workers
+from ddp.data.workers import Workers, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, random_bits
 from ddp.distributed.tensors import checksum, leaves
@@ -58,10 +58,7 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
             raise SetupError(f"there are no {part} samples: check --data-dir")
-    forks = multiprocessing.get_start_method() == "fork"  # otherwise data in memory would have to be sent
-    recorder: Any = _Recorder(_sets(found), config.seed)
-    generator = torch.Generator()  # otherwise iter() would draw from the global one
-    found.records = start_workers(DataLoader(recorder, None, num_workers=int(forks), generator=generator))
+    found.records = _start(_Recorder(_sets(found), config.seed))
     return found
 
 
@@ -93,6 +90,13 @@ class _Recorder(Dataset):
             parts = [_summary(part) for part in leaves(reader.__getitems__([index]))]
             samples[int(keys[index]) if digest else index] = [index, parts]
         return json.dumps({"count": count, "keys": digest, "samples": samples})
+
+
+def _start(recorder: Any) -> Workers:
+    """Start to read the records of all sets."""
+    forks = multiprocessing.get_start_method() == "fork"  # otherwise data in memory would have to be sent
+    generator = torch.Generator()  # otherwise iter() would draw from the global one
+    return start_workers(DataLoader(recorder, None, num_workers=int(forks), generator=generator))
 
 
 def _summary(part: Any) -> tuple[str, list[float]]:
@@ -139,14 +143,15 @@ def _different(one: Record, other: Record) -> list[int]:
 
 def compare_ranks(datasets: Datasets, config: RunConfig, ctx: DistContext) -> Records:
     """The records of the sets. Raises UsageError unless they are the same on all ranks. Call on every rank."""
-    sets, workers = _sets(datasets), datasets.records
+    sets, (workers, datasets.records) = _sets(datasets), (datasets.records, None)
     try:
         texts = list(DataWait(config, ctx, workers))
-    except RuntimeError as error:
-        if "CUDA" not in str(error):
-            raise
-        recorder = _Recorder(sets, config.seed)  # data on a GPU: no other process reads them
-        texts = [recorder[number] for number in range(len(sets))]
+    except UserError:
+        raise
+    except Exception as error:
+        recorder = _Recorder(sets, config.seed)
+        on_gpu = "CUDA" in str(error)  # data that no other process can read; others may need the process group
+        texts = [recorder[number] for number in range(len(sets))] if on_gpu else list(_start(recorder).batches)
     ours = dict(zip(sets, map(json.loads, texts), strict=True))
     first, found = ctx.on_main(lambda: ours), ""
     for part, record in ours.items():

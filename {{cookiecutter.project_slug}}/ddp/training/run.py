@@ -176,7 +176,6 @@ class Run:
             for schedule in self.schedules:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
-            self.ctx.work.in_step = False
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.run_log.enter("evaluation")
         self.run_log.close_bar()
@@ -324,10 +323,10 @@ def open_run(
     """Open --output-dir for one run, and record how it ends. Call on every rank.
 
     metric: the value of the validation metrics that decides which checkpoint becomes best.pt; higher is better.
-    datasets: what check_datasets returned. Raises UsageError unless they are the same on all ranks.
-    trackers: functions that rank 0 alone calls with `config` before the first line of metrics, for example of W&B. What
-    they return has the methods `log(step, split, metrics)`, called after each line of metrics.jsonl with its numbers
-    (split: train, train_epoch, val or test), and `close()`, called when the run ends, unless a hang has to be ended.
+    datasets: what check_datasets returned, the same on all ranks. trackers: functions that rank 0 alone calls with
+    `config` before the first line of metrics, for example of W&B. What they return has the methods `log(step, split,
+    metrics)`, called after each line of metrics.jsonl with its numbers (split: train, train_epoch, val or test), and
+    `close()`, called when the run ends, unless a hang has to be ended.
     """
     ctx.check_same({**config.shared_options(), **hash_source_files()})
     run = Run(config, ctx, metric, trackers)
