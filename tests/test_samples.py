@@ -150,6 +150,7 @@ def test_what_decoders_and_processors_change_is_not_another_sample() -> None:
         (numpy.arange(4) % 2 == 0, numpy.arange(4) % 2 == 1, False),
         (torch.randn(50, dtype=torch.complex64) * 0 + 1j, torch.ones(50, dtype=torch.complex64), False),
         ("a text", "another text", False),
+        ("a long text " * 50, "a long text " * 49 + "a wrong text", False),
         (None, None, True),
         (object(), object(), True),
     ],

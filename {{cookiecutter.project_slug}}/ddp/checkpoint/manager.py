@@ -31,7 +31,7 @@ from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.threads import BackgroundJob
-from ddp.data.dataset import Datasets, describe, hooks_of
+from ddp.data.dataset import BatchDataset, Datasets, describe
 from ddp.data.loader import TrainLoader
 from ddp.data.samples import Records, changes, compare_ranks
 from ddp.distributed.process_group import DistContext
@@ -72,7 +72,7 @@ class CheckpointManager:
         """
         self.records = compare_ranks(datasets, self.config, self.ctx)
         described = self.ctx.on_main(self.directory.described)
-        if described and any([hooks_of(each).keep(described) for each in datasets[:] if each is not None]):
+        if described and any([each.keep(described) for each in datasets[:] if isinstance(each, BatchDataset)]):
             self.records = {}  # of the other split
 
     def save(self, sync_logs: Callable[[], None]) -> None:

@@ -66,7 +66,8 @@ class DataWait:
                     signal.signal(STACK_SIGNAL, signal.SIG_DFL)
 
     def _refuse_shared_file(self, error: Exception | None) -> None:
-        if (path := self.workers.shared_file()) and self.config.output_dir not in path:
+        path = self.workers.shared_file()
+        if path and not path.startswith(os.path.realpath(self.config.output_dir)):  # whose files a thread may read
             remedy = "open it in __getitem__, once per process, or read with os.pread: see docs/data.md"
             raise UsageError(f"{path} was opened before the DataLoader workers, which share it: {remedy}") from error
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ddp.core.errors import SetupError, UsageError, UserError
 from ddp.core.run_config import RunConfig
 from ddp.data.data_wait import DataWait
-from ddp.data.dataset import INTEGERS, Datasets, hooks_of, kind
+from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, hooks_of, kind
 from ddp.data.reader import SeededReader
 from ddp.data.workers import Workers, start_workers
 from ddp.distributed.process_group import DistContext
@@ -28,7 +28,7 @@ PARTS = ("training", "validation", "test")
 RECORDED = 8  # samples of each set, chosen by the seed, as well as the first and the last one
 FEW = 16  # numbers of a sample that are compared one by one; of more, the means of BLOCKS
 BLOCKS = 8
-LONGEST = 1 << 18  # values of a sample that are read for the means
+LONGEST, LONGEST_TEXT = 1 << 18, 100  # values of a sample that are read for the means; characters that are stored
 TOLERANCES = {True: 1e-3, False: 0.02}  # of few numbers, and of means: decoders and processors differ by less
 Record = dict[str, Any]
 Records = dict[str, Record]  # by set: training, validation, test
@@ -77,8 +77,10 @@ class _Recorder(Dataset):
 
     def __getitem__(self, number: int) -> str:
         dataset, count = self.sets[number], len(self.sets[number])
-        keys = hooks_of(dataset).keys()
-        if keys is None or len(keys) != count:  # it may be of a set that `dataset` is a part of
+        keys: Any = dataset.keys() if isinstance(dataset, BatchDataset) else None
+        if keys is not None and len(keys) != count:
+            raise UsageError(f"{type(dataset).__name__}.keys() returned {len(keys):,} keys for {count:,} samples")
+        if keys is None:
             digest, chosen = "", {derive_seed(self.seed, each) % count for each in range(RECORDED)}
         else:  # the largest of random numbers that belong to the keys: the same ones if others are removed
             keys = torch.as_tensor(keys).contiguous()
@@ -105,11 +107,12 @@ def _summary(part: Any) -> tuple[str, list[float]]:
         part = torch.tensor(part)
     if isinstance(part, numpy.ndarray | numpy.generic) and part.dtype.kind in "biufc":
         part = torch.from_numpy(numpy.asarray(part))
-    if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized:
-        return (repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__), []
+    if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized or part.is_nested:
+        text = repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__
+        return text if len(text) < LONGEST_TEXT else hashlib.sha256(text.encode()).hexdigest(), []
     if part.dtype == torch.bool or (part.dtype in INTEGERS and (part.dtype != torch.uint8 or part.numel() <= FEW)):
         return str(int(part) if part.numel() == 1 else f"{list(part.shape)} {checksum(part)}"), []
-    flat = (torch.view_as_real(part) if part.is_complex() else part).detach().flatten()
+    flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).detach().flatten()
     values = flat[:: 1 + len(flat) // LONGEST].double()
     means = (
         [block.mean().item() for block in values.chunk(FEW if len(values) <= FEW else BLOCKS)] if len(values) else []

@@ -70,13 +70,14 @@ class Workers:
 
 def _positions() -> dict[str, int]:
     """The position of each regular file that this process has opened to read, by its path and descriptor."""
-    found = {}
+    found: dict[str, int] = {}
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError, ValueError):  # it was closed meanwhile
             facts = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()[:2])
             read_only = int(facts["flags"], 8) & os.O_ACCMODE == os.O_RDONLY
             if read_only and stat.S_ISREG(os.fstat(int(number)).st_mode):
-                found[f"{os.readlink(f'/proc/self/fd/{number}')} (descriptor {number})"] = int(facts["pos"])
+                path = os.readlink(f"/proc/self/fd/{number}")
+                found |= {} if path.startswith("/proc/") else {f"{path} (descriptor {number})": int(facts["pos"])}
     return found
 
 
