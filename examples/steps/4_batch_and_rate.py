@@ -1,0 +1,123 @@
+"""Step 4: a global batch that does not depend on the number of processes, its learning rate, and mixed precision.
+
+torchrun --standalone --nproc-per-node 2 examples/steps/4_batch_and_rate.py
+"""
+
+import os
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+SEED = 0
+EPOCHS = 5
+BATCH = 32  # samples of one forward and backward pass on one process: as many as fit in memory
+GLOBAL_BATCH = 256  # samples of one step on all processes
+LR = 0.01 * GLOBAL_BATCH / 32  # 0.01 suits a batch of 32: a larger batch takes fewer, longer steps
+WARMUP_STEPS = 7  # one epoch: long steps diverge at the start
+CLIP = 1.0  # the largest norm of a gradient
+
+
+def make_images(count: int, seed: int) -> TensorDataset:
+    """Synthetic 3x32x32 images of 10 classes: a fixed pattern per class with a random brightness, and noise."""
+    patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    brightness = torch.rand(count, 1, 1, 1, generator=generator)
+    noise = torch.randn(count, 3, 32, 32, generator=generator)
+    return TensorDataset(brightness * patterns[labels] + 2 * noise, labels)
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(32 * 8 * 8, 10)),
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+    """Return the loss and the accuracy over the samples of all ranks. Pass the unwrapped model. Call on every rank."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)  # each rank has other means and variances in BatchNorm
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # of the losses, of the correct answers, of the samples
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, labels, reduction="sum")
+        correct = (outputs.argmax(1) == labels).sum()
+        sums += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels), device=device).double()])
+    dist.all_reduce(sums)  # add sums and counts, then divide
+    return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+
+def learning_rate(step: int) -> float:
+    return LR * min(1.0, (step + 1) / WARMUP_STEPS)
+
+
+def main() -> None:
+    local_rank = int(os.environ["LOCAL_RANK"])  # which process of this machine; torchrun sets it
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else each process also takes memory of GPU 0, and NCCL uses it
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)  # the same weights on all ranks
+    train_set, test_set = make_images(2003, seed=1), make_images(501, seed=2)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # the same seed on all ranks
+    share = GLOBAL_BATCH // world_size  # samples of one step on this rank
+    passes = share // BATCH
+    assert BATCH * passes * world_size == GLOBAL_BATCH, "GLOBAL_BATCH must be a multiple of BATCH x processes"
+    train_loader = DataLoader(train_set, share, sampler=sampler, drop_last=True)
+    test_part = range(rank, len(test_set), world_size)  # DistributedSampler would repeat samples to make parts equal
+    test_loader = DataLoader(Subset(test_set, test_part), 250)
+    model = build_model().to(device)  # evaluate and save this one
+    ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # train this one
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    fp16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)  # GPUs before Ampere
+    scaler = torch.amp.GradScaler(device.type, enabled=fp16)  # fp16 needs scaled gradients, bf16 does not
+    dtype = torch.float16 if fp16 else torch.bfloat16
+    step = 0
+    torch.manual_seed(SEED + 1 + rank)  # another dropout mask on each rank
+
+    for epoch in range(EPOCHS):
+        start = time.perf_counter()
+        sampler.set_epoch(epoch)  # another order in each epoch
+        ddp_model.train()
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the samples
+        for step_images, step_labels in train_loader:
+            parts = zip(step_images.split(BATCH), step_labels.split(BATCH), strict=True)
+            for number, (images, labels) in enumerate(parts, start=1):
+                images, labels = images.to(device), labels.to(device)
+                with nullcontext() if number == passes else ddp_model.no_sync():
+                    with torch.autocast(device.type, dtype):  # forward and loss only
+                        loss = F.cross_entropy(ddp_model(images), labels)
+                    scaler.scale(loss / passes).backward()  # the last pass averages the gradients over the ranks
+                sums[0] += loss.detach() * len(labels)  # not loss.item(), which waits for the GPU in each step
+                sums[1] += len(labels)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step)
+            scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            step += 1
+        dist.all_reduce(sums)
+        train_loss = (sums[0] / sums[1]).item()
+        test_loss, accuracy = evaluate(model, test_loader, device)
+        text = f"epoch {epoch}: train loss {train_loss:.4f}, test loss {test_loss:.4f}, accuracy {accuracy:.4f}"
+        if rank == 0:
+            print(f"{text}, {time.perf_counter() - start:.1f} s, {world_size} processes")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
