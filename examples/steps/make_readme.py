@@ -22,7 +22,8 @@ def scripts() -> list[Path]:
 def diff(old: Path, new: Path) -> str:
     """The unified diff, without the names of the files."""
     texts = [path.read_text(encoding="utf-8").splitlines() for path in (old, new)]
-    return "\n".join(list(difflib.unified_diff(*texts, n=2, lineterm=""))[2:])
+    lines = list(difflib.unified_diff(*texts, n=2, lineterm=""))[2:]
+    return "\n".join(map(str.rstrip, lines))  # an empty line of context would be a space
 
 
 def diffs() -> list[str]:
