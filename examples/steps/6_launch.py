@@ -162,6 +162,7 @@ def train(local_rank: int, init_method: str = "env://", rank: int = -1, world_si
             step += 1
             stop = torch.tensor(float(stop_requested), device=device)
             dist.all_reduce(stop, dist.ReduceOp.MAX)  # all ranks stop after the same step, also if one got the signal
+            stop = stop.item() > 0  # on a GPU, this waits for the step: large runs ask every few seconds
             if step % SAVE_EVERY == 0 or step == steps_per_epoch * EPOCHS or stop:
                 all_sums = sums.clone()
                 dist.all_reduce(all_sums)

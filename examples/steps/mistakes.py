@@ -217,8 +217,10 @@ def twice_and_never(parts: list[list[int]], count: int = 2003) -> tuple[int, int
 
 @mistake(
     2,
-    "in 1 epoch of 2003 samples, {twice} are seen twice and {never} never ({right_twice} and {right_never} with it)",
-    "2003 个样本的 1 个 epoch 中，{twice} 个被用两次，{never} 个从未使用（正确时为 {right_twice} 和 {right_never}）",
+    "in 1 epoch of 2003 samples, {twice} are seen twice and {never} never "
+    "({right_twice} and {right_never} with one seed)",
+    "2003 个样本的 1 个 epoch 中，{twice} 个被用两次，{never} 个从未使用"
+    "（用同一个种子时为 {right_twice} 和 {right_never}）",
     twice=(400, 600),
     never=(400, 600),
     right_twice=(0, 0),
@@ -368,8 +370,10 @@ def only_on_rank_0(call: str, others: str) -> tuple[str, str]:
 
 @mistake(
     3,
-    "all ranks hang; with a timeout of 10 s, {failed} of 2 fail after {seconds:.0f} s (the default is 30 minutes)",
-    "所有 rank 都会挂起；超时设为 10 s 时，2 个 rank 中有 {failed} 个在 {seconds:.0f} s 后失败（默认 30 分钟）",
+    "all ranks hang; with a timeout of 10 s, {failed} of 2 fail after {seconds:.0f} s "
+    "(the default is 30 minutes for gloo, 10 for NCCL)",
+    "所有 rank 都会挂起；超时设为 10 s 时，2 个 rank 中有 {failed} 个在 {seconds:.0f} s 后失败"
+    "（默认 gloo 30 分钟，NCCL 10 分钟）",
     failed=(2, 2),
     seconds=(9, 60),
 )
