@@ -37,6 +37,14 @@ def module(name: str) -> ModuleType:
 
 mistakes, make_readme = module("mistakes"), module("make_readme")
 SHORT = mistakes.TWO_EPOCHS
+# One write per line: torchrun runs `python -u`, whose print writes text and newline apart, and two ranks' would mix.
+SLOW = (
+    mistakes.STEP,
+    mistakes.STEP
+    + r"""            print(f"step {step}\n", end="", flush=True)
+            time.sleep(0.3)
+""",
+)
 
 
 def text_of(language: str) -> str:
@@ -55,6 +63,14 @@ def output_of(process: subprocess.Popen[str]) -> str:
         return process.communicate(timeout=300)[0]
     finally:
         process.kill()
+
+
+def stopped_after_step_3(process: subprocess.Popen[str]) -> str:
+    """Send SIGTERM after step 3, and return what it prints from then on."""
+    assert process.stdout is not None
+    assert any(line.startswith("step 3") for line in process.stdout), "step 3 was never printed"
+    process.send_signal(signal.SIGTERM)
+    return output_of(process)
 
 
 def edited_script(folder: Path, *edits: tuple[str, str]) -> Path:
@@ -115,14 +131,8 @@ def test_torchrun_starts_script_2(tmp_path: Path) -> None:
 
 def test_spawn_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> None:
     """All ranks stop after the same step, with a checkpoint of it. The same command then resumes from there."""
-    slow = (mistakes.STEP, mistakes.STEP + '            print("step", step, flush=True)\n            time.sleep(0.3)\n')
-    process = start(tmp_path, sys.executable, edited_script(tmp_path, SHORT, slow))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3"):
-            break
-    process.send_signal(signal.SIGTERM)
-    output = output_of(process)
+    process = start(tmp_path, sys.executable, edited_script(tmp_path, SHORT, SLOW))
+    output = stopped_after_step_3(process)
     stops = dict(re.findall(r"rank (\d) stops after step (\d+)", output))
     assert process.returncode == 0 and stops.keys() == {"0", "1"} and stops["0"] == stops["1"], output
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == int(stops["0"]) < 14
@@ -131,14 +141,8 @@ def test_spawn_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> No
 
 
 def test_torchrun_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> None:
-    slow = (mistakes.STEP, mistakes.STEP + '            print("step", step, flush=True)\n            time.sleep(0.3)\n')
-    process = start(tmp_path, *TORCHRUN, "--nproc-per-node=2", edited_script(tmp_path, SHORT, slow))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3"):
-            break
-    process.send_signal(signal.SIGTERM)
-    output = output_of(process)
+    process = start(tmp_path, *TORCHRUN, "--nproc-per-node=2", edited_script(tmp_path, SHORT, SLOW))
+    output = stopped_after_step_3(process)
     stops = dict(re.findall(r"rank (\d) stops after step (\d+)", output))
     assert stops.keys() == {"0", "1"} and stops["0"] == stops["1"], output
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == int(stops["0"])
