@@ -151,11 +151,7 @@ def read_square(path: str | Path, size: int, value_range: tuple[float, float] | 
         if isinstance(error, Image.DecompressionBombError):
             reason = f"is too large: {error} Make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
         raise SetupError(f"{path} {reason}") from error
-    if image.size != (size, size):
-        w, h = image.size
-        left, top, side = (w - min(w, h)) / 2, (h - min(w, h)) / 2, min(w, h)
-        box = (left, top, left + side, top + side)  # crop first: the rest need not be resized
-        image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+    image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)  # crops first: the rest need not be resized
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
@@ -236,23 +232,19 @@ def load_cifar10(folder: Path) -> tuple[LabelledImages, LabelledImages]:
     from torchvision.datasets import CIFAR10  # slow, and only needed here
     from torchvision.datasets.utils import download_and_extract_archive
 
-    def read() -> tuple[LabelledImages, LabelledImages]:
-        parts = (CIFAR10(folder, train) for train in (True, False))  # verifies the MD5 of every file
-        rows = ((torch.from_numpy(part.data), torch.tensor(part.targets), part.classes) for part in parts)
-        train, test = ((images.permute(0, 3, 1, 2).contiguous(), *others) for images, *others in rows)
-        return train, test
+    def read(train: bool) -> LabelledImages:
+        part = CIFAR10(folder, train)  # verifies the MD5 of every file
+        return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets), part.classes
 
-    try:
-        return read()
-    except RuntimeError:  # a file is missing or damaged
-        with downloading(CIFAR10.url, folder, ", or use --dataset synthetic"):
-            try:
-                return read()  # another process of this machine may have been first
-            except RuntimeError:
-                # Not download=True, which ignores batches.meta. An intact archive is unpacked without a download.
-                archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
-                download_and_extract_archive(CIFAR10.url, folder, **archive)
-                return read()
+    with suppress(RuntimeError):  # a file is missing or damaged
+        return read(True), read(False)
+    with downloading(CIFAR10.url, folder, ", or use --dataset synthetic"):
+        with suppress(RuntimeError):
+            return read(True), read(False)  # another process of this machine may have been first
+        # Not download=True, which ignores batches.meta. An intact archive is unpacked without a download.
+        archive = {"filename": CIFAR10.filename, "md5": CIFAR10.tgz_md5}
+        download_and_extract_archive(CIFAR10.url, folder, **archive)
+        return read(True), read(False)
 
 
 @contextmanager

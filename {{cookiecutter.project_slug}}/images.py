@@ -125,7 +125,8 @@ class ImageDataset(BatchDataset):
         if self.transforms.padding_mode == "constant":
             padded = F.pad(images, (pad,) * 4)
         else:  # F.pad of older versions of torch cannot reflect uint8 on a GPU
-            rows, columns = (_reflected(size, pad).to(images.device) for size in images.shape[2:])
+            places = (numpy.pad(numpy.arange(size), pad, "reflect") for size in images.shape[2:])
+            rows, columns = (torch.from_numpy(each).to(images.device) for each in places)
             padded = images[:, :, rows][..., columns]
         return torch.cat([padded, padded.flip(3)]), pad
 
@@ -142,12 +143,6 @@ class ImageDataset(BatchDataset):
         from_each_element = copies.as_strided((copies.numel(),), (1,)).unfold(0, length, 1)
         found = from_each_element.index_select(0, starts)
         return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
-
-
-def _reflected(size: int, pad: int) -> Tensor:
-    """Which of `size` pixels is at each place of a padded row: pad, ..., 1, 0, 1, ..., size - 1, size - 2, ..."""
-    last = size - 1
-    return last - (last - torch.arange(-pad, size + pad).abs()).abs()
 
 
 def draw_crops(seed: int, flip: float, samples: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
