@@ -55,7 +55,7 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])  # which process of this machine; torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # else each process also takes memory of GPU 0, and NCCL uses it
+        torch.cuda.set_device(device)  # it is GPU 0 until it is set, also for NCCL
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)  # the same weights on all ranks

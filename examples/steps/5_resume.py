@@ -82,7 +82,7 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])  # which process of this machine; torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # else each process also takes memory of GPU 0, and NCCL uses it
+        torch.cuda.set_device(device)  # it is GPU 0 until it is set, also for NCCL
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)  # the same weights on all ranks
@@ -104,7 +104,7 @@ def main() -> None:
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the samples
 
     stateful = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    saved = [None]
+    saved = [None]  # a list, since broadcast_object_list replaces its elements
     if rank == 0 and CHECKPOINT.exists():  # map_location: the file names the GPU that its tensors were on
         saved = [torch.load(CHECKPOINT, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(saved, src=0)  # all ranks resume from the same file, or none does
@@ -115,7 +115,7 @@ def main() -> None:
         if rank == 0:
             print(f"resumed after step {step}")
             if step % steps_per_epoch != 0:
-                sums += saved[0]["sums"].to(device)  # of all ranks, in this epoch
+                sums += saved[0]["sums"].to(device)  # those of all ranks together, so that one rank adds them
 
     for epoch in range(step // steps_per_epoch, EPOCHS):
         start = time.perf_counter()
@@ -124,7 +124,7 @@ def main() -> None:
         train_loader = DataLoader(train_set, share, sampler=rest, drop_last=True)
         ddp_model.train()
         for step_images, step_labels in train_loader:
-            torch.manual_seed(SEED + 1 + step * world_size + rank)  # dropout is a function of seed, step and rank
+            torch.manual_seed(SEED + 1 + step * world_size + rank)  # another number for each step and rank
             parts = zip(step_images.split(BATCH), step_labels.split(BATCH), strict=True)
             for number, (images, labels) in enumerate(parts, start=1):
                 images, labels = images.to(device), labels.to(device)

@@ -177,8 +177,8 @@ END = "    dist.destroy_process_group()\n\n\nif"
 
 @mistake(
     2,
-    "{wrong} order in 5 epochs ({right} with it)",
-    "5 个 epoch 只有 {wrong} 种顺序（有它时 {right} 种）",
+    "{wrong} order in 5 epochs (kept: {right})",
+    "5 个 epoch 只有 {wrong} 种顺序（遵守时 {right} 种）",
     wrong=(1, 1),
     right=(5, 5),
 )
@@ -193,8 +193,8 @@ def no_set_epoch() -> dict[str, Any]:
 
 @mistake(
     2,
-    "on 2 machines with 1 GPU each, rank 1 takes cuda:{wrong}, which does not exist (cuda:{right} with the local rank)",
-    "两台各有 1 个 GPU 的机器上，rank 1 使用不存在的 cuda:{wrong}（用 local rank 时为 cuda:{right}）",
+    "on 2 machines with 1 GPU each, rank 1 takes cuda:{wrong}, which does not exist (kept: cuda:{right})",
+    "两台各有 1 个 GPU 的机器上，rank 1 使用不存在的 cuda:{wrong}（遵守时为 cuda:{right}）",
     wrong=(1, 1),
     right=(0, 0),
 )
@@ -217,10 +217,8 @@ def twice_and_never(parts: list[list[int]], count: int = 2003) -> tuple[int, int
 
 @mistake(
     2,
-    "in 1 epoch of 2003 samples, {twice} are seen twice and {never} never "
-    "({right_twice} and {right_never} with one seed)",
-    "2003 个样本的 1 个 epoch 中，{twice} 个被用两次，{never} 个从未使用"
-    "（用同一个种子时为 {right_twice} 和 {right_never}）",
+    "in 1 epoch of 2003 samples, {twice} are seen twice and {never} never (kept: {right_twice} and {right_never})",
+    "2003 个样本的 1 个 epoch 中，{twice} 个被用两次，{never} 个从未使用（遵守时为 {right_twice} 和 {right_never}）",
     twice=(400, 600),
     never=(400, 600),
     right_twice=(0, 0),
@@ -235,8 +233,8 @@ def seed_per_rank() -> dict[str, Any]:
 
 @mistake(
     2,
-    "{wrong} dropout mask for 2 ranks ({right} with it)",
-    "2 个 rank 只有 {wrong} 种 dropout 掩码（有它时 {right} 种）",
+    "{wrong} dropout mask for 2 ranks (kept: {right})",
+    "2 个 rank 只有 {wrong} 种 dropout 掩码（遵守时 {right} 种）",
     wrong=(1, 1),
     right=(2, 2),
 )
@@ -258,8 +256,8 @@ PRINT_WEIGHT = (
 
 @mistake(
     2,
-    "the weights of 2 ranks differ by up to {wrong:.3f} ({right:.0f} with it), without an error",
-    "2 个 rank 的权重相差最多 {wrong:.3f}（有它时 {right:.0f}），而且不报错",
+    "the weights of 2 ranks differ by up to {wrong:.3f} (kept: {right:.0f}), without an error",
+    "2 个 rank 的权重相差最多 {wrong:.3f}（遵守时 {right:.0f}），而且不报错",
     wrong=(0.001, 1),
     right=(0, 0),
 )
@@ -276,8 +274,8 @@ def no_wrapper() -> dict[str, Any]:
 
 @mistake(
     3,
-    "rank 0 prints a train loss of {wrong:.4f} (of all ranks: {right:.4f})",
-    "rank 0 打印的训练损失为 {wrong:.4f}（全部 rank：{right:.4f}）",
+    "rank 0 prints a train loss of {wrong:.4f} (kept: {right:.4f})",
+    "rank 0 打印的训练损失为 {wrong:.4f}（遵守时为 {right:.4f}）",
     wrong=(1, 2),
     right=(1, 2),
     difference=(0.001, 0.2),
@@ -299,8 +297,8 @@ ADD_MEANS = (
 
 @mistake(
     3,
-    "accuracy {wrong:.4f} instead of {right:.4f}: a batch of 1 sample counts as one of 250",
-    "准确率 {wrong:.4f}，应为 {right:.4f}：1 个样本的 batch 与 250 个样本的 batch 权重相同",
+    "accuracy {wrong:.4f} (kept: {right:.4f}), since a batch of 1 sample counts as one of 250",
+    "准确率 {wrong:.4f}（遵守时为 {right:.4f}），因为 1 个样本的 batch 与 250 个样本的 batch 权重相同",
     wrong=(0.4, 1),
     right=(0.75, 0.9),
     difference=(0.02, 0.4),
@@ -312,8 +310,8 @@ def mean_of_means() -> dict[str, Any]:
 
 @mistake(
     3,
-    "{wrong} of {right} samples count; on 8 ranks, {wrong_8}",
-    "{right} 个样本被计为 {wrong} 个；8 个 rank 时为 {wrong_8} 个",
+    "on 2 ranks {wrong} samples count, on 8 ranks {wrong_8} (kept: {right})",
+    "2 个 rank 时计入 {wrong} 个样本，8 个 rank 时为 {wrong_8} 个（遵守时为 {right}）",
     wrong=(502, 502),
     right=(501, 501),
     wrong_8=(504, 504),
@@ -333,8 +331,8 @@ PRINT_MEANS = (END, '    print("means", *(1e6 * model[1].running_mean).abs().int
 
 @mistake(
     3,
-    "BatchNorm's means on 2 ranks differ by up to {wrong:.4f} ({right:.0f} with it)",
-    "2 个 rank 上 BatchNorm 的均值最多相差 {wrong:.4f}（有它时 {right:.0f}）",
+    "BatchNorm's means on 2 ranks differ by up to {wrong:.4f} (kept: {right:.0f})",
+    "2 个 rank 上 BatchNorm 的均值最多相差 {wrong:.4f}（遵守时 {right:.0f}）",
     wrong=(0.0001, 1),
     right=(0, 0),
 )
@@ -400,8 +398,8 @@ def rank_0_evaluates_the_wrapper() -> dict[str, Any]:
 
 @mistake(
     4,
-    "steps per epoch on 1 and 2 processes: {wrong_1} and {wrong_2} ({right_1} and {right_2} with it)",
-    "1 个和 2 个进程时每个 epoch 的步数：{wrong_1} 和 {wrong_2}（有它时 {right_1} 和 {right_2}）",
+    "steps per epoch on 1 and 2 processes: {wrong_1} and {wrong_2} (kept: {right_1} and {right_2})",
+    "1 个和 2 个进程时每个 epoch 的步数：{wrong_1} 和 {wrong_2}（遵守时 {right_1} 和 {right_2}）",
     wrong_1=(62, 62),
     wrong_2=(31, 31),
     right_1=(7, 7),
@@ -411,6 +409,14 @@ def batch_per_process() -> dict[str, Any]:
     shown = (TRAIN_MODE, TRAIN_MODE + '        print("steps", len(train_loader))\n')
     steps = {(script, n): int(run(script, (shown, ONE_EPOCH), n).number("steps")) for script in "34" for n in (1, 2)}
     return dict(zip(("wrong_1", "wrong_2", "right_1", "right_2"), steps.values(), strict=True))
+
+
+FLOAT32 = ("with torch.autocast(device.type, dtype):", "with nullcontext():")
+
+
+def seconds_of(done: Run) -> float:
+    """The time of all epochs but the first, in which torch also prepares much."""
+    return sum(float(each) for each in re.findall(r"([\d.]+) s, \d processes", done.outputs[0])[1:])
 
 
 NO_SYNC = "with nullcontext() if number == passes else ddp_model.no_sync():"
@@ -430,16 +436,38 @@ PRINT_CALLS = (END, '    print("calls", len(calls) / step)\n' + END)
 
 @mistake(
     4,
-    "{wrong:.0f} all-reduces of all gradients per step ({right:.0f} with it)",
-    "每步对全部梯度做 {wrong:.0f} 次 all-reduce（有它时 {right:.0f} 次）",
+    "{wrong:.0f} all-reduces of all gradients per step (kept: {right:.0f}); "
+    "4 epochs take {wrong_s:.1f} s (kept: {right_s:.1f} s)",
+    "每步对全部梯度做 {wrong:.0f} 次 all-reduce（遵守时 {right:.0f} 次）；"
+    "4 个 epoch 用时 {wrong_s:.1f} s（遵守时 {right_s:.1f} s）",
     wrong=(4, 4.5),
     right=(1, 1.2),
+    wrong_s=(0, 600),  # no test asserts a speed
+    right_s=(0, 600),
 )
 def no_no_sync() -> dict[str, Any]:
     def calls(*edits: tuple[str, str]) -> float:
         return run("4", (ONE_EPOCH, COUNT_HOOK, PRINT_CALLS, *edits)).number("calls")
 
-    return {"wrong": calls((NO_SYNC, "with nullcontext():")), "right": calls()}
+    once, always = (), ((NO_SYNC, "with nullcontext():"),)
+    times = {"wrong_s": seconds_of(run("4", always)), "right_s": seconds_of(run("4", once))}
+    return {"wrong": calls(*always), "right": calls(*once), **times}
+
+
+@mistake(
+    4,
+    "in float32, 4 epochs take {wrong_s:.1f} s (kept: {right_s:.1f} s), and the accuracy is {wrong:.2f} (kept: "
+    "{right:.2f})",
+    "float32 时 4 个 epoch 用时 {wrong_s:.1f} s（遵守时 {right_s:.1f} s），准确率 {wrong:.2f}（遵守时 {right:.2f}）",
+    wrong_s=(0, 600),
+    right_s=(0, 600),
+    wrong=(0.75, 0.9),
+    right=(0.75, 0.9),
+)
+def no_autocast() -> dict[str, Any]:
+    wrong, right = run("4", (FLOAT32,)), run("4")
+    accuracies = {"wrong": wrong.number("accuracy"), "right": right.number("accuracy")}
+    return {"wrong_s": seconds_of(wrong), "right_s": seconds_of(right), **accuracies}
 
 
 CLIP_LINE = "nn.utils.clip_grad_norm_(model.parameters(), CLIP)"
@@ -449,8 +477,8 @@ NO_CLIP = ("CLIP = 1.0", 'CLIP = float("inf")')
 
 @mistake(
     4,
-    "a gradient {ratio:.1f} times as large; unclipped, accuracy {wrong:.2f} after 2 epochs ({right:.2f} with it)",
-    "梯度为 {ratio:.1f} 倍；不裁剪时，2 个 epoch 后准确率 {wrong:.2f}（有它时 {right:.2f}）",
+    "a gradient {ratio:.1f} times as large; unclipped, accuracy {wrong:.2f} after 2 epochs (kept: {right:.2f})",
+    "梯度为 {ratio:.1f} 倍；不裁剪时，2 个 epoch 后准确率 {wrong:.2f}（遵守时 {right:.2f}）",
     ratio=(3.9, 4.1),
     wrong=(0, 0.65),
     right=(0.7, 0.9),
@@ -465,8 +493,8 @@ def not_divided() -> dict[str, Any]:
 
 @mistake(
     4,
-    "accuracy {wrong:.2f} after 2 epochs ({right:.2f} with it)",
-    "2 个 epoch 后准确率 {wrong:.2f}（有它时 {right:.2f}）",
+    "accuracy {wrong:.2f} after 2 epochs (kept: {right:.2f})",
+    "2 个 epoch 后准确率 {wrong:.2f}（遵守时 {right:.2f}）",
     wrong=(0.1, 0.65),
     right=(0.7, 0.9),
 )
@@ -478,8 +506,8 @@ def rate_not_scaled() -> dict[str, Any]:
 
 @mistake(
     4,
-    "at twice the rate, without clipping: accuracy {wrong:.2f} after 2 epochs ({right:.2f} with it)",
-    "学习率加倍且不裁剪：2 个 epoch 后准确率 {wrong:.2f}（有它时 {right:.2f}）",
+    "at twice the rate, without clipping: accuracy {wrong:.2f} after 2 epochs (kept: {right:.2f})",
+    "学习率加倍且不裁剪：2 个 epoch 后准确率 {wrong:.2f}（遵守时 {right:.2f}）",
     wrong=(0.1, 0.62),
     right=(0.63, 0.85),
 )
@@ -495,8 +523,8 @@ UNSCALE = "            scaler.unscale_(optimizer)  # clip the gradient itself, n
 
 @mistake(
     4,
-    "fp16: accuracy {wrong:.2f} after 2 epochs ({right:.2f} with it)",
-    "fp16：2 个 epoch 后准确率 {wrong:.2f}（有它时 {right:.2f}）",
+    "fp16: accuracy {wrong:.2f} after 2 epochs (kept: {right:.2f})",
+    "fp16：2 个 epoch 后准确率 {wrong:.2f}（遵守时 {right:.2f}）",
     wrong=(0, 0.4),
     right=(0.7, 0.9),
 )
@@ -514,8 +542,7 @@ KILL = (STEP, STEP + "            if step == 12:\n                os.kill(os.get
 SKIP = "rest = list(sampler)[step % steps_per_epoch * share :]"
 PRINT_REST = (TRAIN_MODE, TRAIN_MODE + '        print("rest", *rest)\n')
 STEP_SEED = (
-    "            torch.manual_seed(SEED + 1 + step * world_size + rank)"
-    "  # dropout is a function of seed, step and rank\n"
+    "            torch.manual_seed(SEED + 1 + step * world_size + rank)  # another number for each step and rank\n"
 )
 
 
@@ -616,8 +643,8 @@ def resume_without_the_seeds() -> dict[str, Any]:
 
 @mistake(
     5,
-    "after a kill in the second save, the file cannot be read: back to step {wrong} (step {right} with it)",
-    "第二次保存途中被终止后，文件无法读取：退回第 {wrong} 步（有它时为第 {right} 步）",
+    "after a kill in the second save, the file cannot be read: back to step {wrong} (kept: step {right})",
+    "第二次保存途中被终止后，文件无法读取：退回第 {wrong} 步（遵守时为第 {right} 步）",
     wrong=(0, 0),
     right=(5, 5),
 )
@@ -653,8 +680,8 @@ SHORT_TIMEOUT = ("timedelta(seconds=60)", "timedelta(seconds=5)")
 
 @mistake(
     6,
-    "rank 0 gets SIGTERM in step 12: {wrong} of 2 ranks stops ({right} with it), and the other fails",
-    "rank 0 在第 12 步收到 SIGTERM：2 个 rank 中只有 {wrong} 个停止（有它时 {right} 个），另一个失败",
+    "rank 0 gets SIGTERM in step 12: {wrong} of 2 ranks stops (kept: {right}), and the other fails",
+    "rank 0 在第 12 步收到 SIGTERM：2 个 rank 中只有 {wrong} 个停止（遵守时 {right} 个），另一个失败",
     wrong=(1, 1),
     right=(2, 2),
 )
@@ -717,6 +744,33 @@ def restart() -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     (step,) = re.findall(r"resumed after step (\d+)", done.stdout)
     return {"step": int(step)}
+
+
+# ---- a check of one's own script -------------------------------------------------------------------------------------
+
+DETERMINED = (
+    ("nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)", "nn.Conv2d(3, 16, 3, stride=2, padding=1)"),
+    ("nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32)", "nn.Conv2d(16, 32, 3, stride=2, padding=1)"),
+    ("nn.Dropout(0.2), ", ""),
+    FLOAT32,
+    ONE_EPOCH,
+)
+
+
+@mistake(
+    7,
+    "train loss {one:.4f} on 1 process, {two:.4f} on 2; with a seed per rank in the sampler, {wrong:.4f}",
+    "1 个进程时训练损失为 {one:.4f}，2 个进程时为 {two:.4f}；若每个 rank 的采样器用不同的种子，则为 {wrong:.4f}",
+    one=(1, 2.5),
+    two=(1, 2.5),
+    wrong=(1, 2.5),
+    difference=(0, 0.00015),
+    seen=(0.0005, 1),
+)
+def one_and_two_processes() -> dict[str, Any]:
+    one, two = (run("4", DETERMINED, n).number("train loss") for n in (1, 2))
+    wrong = run("4", (*DETERMINED, ("seed=SEED, drop_last", "seed=SEED + rank, drop_last"))).number("train loss")
+    return {"one": one, "two": two, "wrong": wrong, "difference": abs(one - two), "seen": abs(one - wrong)}
 
 
 # ---- more topics -----------------------------------------------------------------------------------------------------
