@@ -668,6 +668,21 @@ def test_a_gpu_that_is_out_of_memory_is_one_line(small: None, text: str, line: s
     assert ranks.output(0).endswith(f"rank 0 is exiting because rank 1 failed: {line}\n")
 
 
+@fault(39)
+def test_a_gpu_that_fails_is_a_lost_process(small: None, tmp_path: Path) -> None:
+    """So the launcher starts the run again. The texts are those of CUDA's runtime."""
+
+    def fail(rank: int, number: int) -> None:
+        if rank == 1 and number == 3:
+            raise RuntimeError(f"CUDA error: uncorrectable ECC error encountered\n{CUDA_ADVICE}")
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [8, 8], ranks.output()
+    line = f"the GPU of rank 1 on {socket.gethostname()} failed (CUDA error: uncorrectable ECC error encountered): "
+    assert ranks.output(1).startswith(f"[rank 1] error: {line}") and ranks.output(1).count("\n") == 1
+    assert f"{line}if a restart fails as well, leave this machine out" in ranks.output(0).splitlines()[-1]
+
+
 @fault(13)
 def test_an_operation_that_is_not_deterministic_on_one_rank_is_named_on_the_others(small: None, tmp_path: Path) -> None:
     def put(rank: int, number: int) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from ddp.core.stacks import is_owner_file
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
+GPU_FAULT = re.compile(r"uncorrectable (ECC|NVLink) error|peer GPU memory over nvlink or a hardware error")  # libcudart
 # When all ranks raise the same error, the others wait this long so that rank 0 can print it: launchers end all
 # processes when the first one exits.
 REPORT_GRACE_S = 3.0
@@ -124,6 +126,12 @@ def translate_exception(error: BaseException) -> BaseException:
     disconnected &= any(frame.filename.endswith("torch/utils/data/dataloader.py") for frame in trace)
     if disconnected or (isinstance(error, RuntimeError) and text.startswith("DataLoader worker")):
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
+    if GPU_FAULT.search(text):  # a restart may help: the driver no longer uses the damaged memory
+        gpu, remedy = (
+            f"the GPU of rank {process_exit.rank}",
+            "if a restart fails as well, leave this machine out",
+        )
+        return PeerLost(f"{gpu} on {socket.gethostname()} failed ({text.splitlines()[0]}): {remedy}")
     if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
         lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")
