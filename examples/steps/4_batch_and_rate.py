@@ -69,7 +69,7 @@ def main() -> None:
         torch.cuda.set_device(device)  # it is GPU 0 until it is set, also for NCCL
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(SEED)  # the same weights on all ranks
+    torch.manual_seed(SEED)  # the same on all ranks for what must be equal: weights, data, splits
     train_set, test_set = make_images(2003, seed=1), make_images(501, seed=2)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # the same seed on all ranks
     share = GLOBAL_BATCH // world_size  # samples of one step on this rank

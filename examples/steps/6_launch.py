@@ -100,10 +100,12 @@ def train(local_rank: int, init_method: str = "env://", rank: int = -1, world_si
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # it is GPU 0 until it is set, also for NCCL
+    else:
+        torch.set_num_threads(1)  # as with torchrun; otherwise each process would use all cores
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method, TIMEOUT, world_size, rank)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(SEED)  # the same weights on all ranks
+    torch.manual_seed(SEED)  # the same on all ranks for what must be equal: weights, data, splits
     train_set, test_set = make_images(2003, seed=1), make_images(501, seed=2)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)  # the same seed on all ranks
     share = GLOBAL_BATCH // world_size  # samples of one step on this rank
@@ -132,14 +134,14 @@ def train(local_rank: int, init_method: str = "env://", rank: int = -1, world_si
         step = saved[0]["step"]
         if rank == 0:
             print(f"resumed after step {step}")
-            if step % steps_per_epoch != 0:
-                sums += saved[0]["sums"].to(device)  # those of all ranks together, so that one rank adds them
+            if step % steps_per_epoch != 0:  # otherwise an epoch begins
+                sums += saved[0]["sums"].to(device)  # the total of all ranks, which the next all_reduce must count once
 
     for epoch in range(step // steps_per_epoch, EPOCHS):
         start = time.perf_counter()
         sampler.set_epoch(epoch)  # another order in each epoch
-        rest = list(sampler)[step % steps_per_epoch * share :]  # without the samples that this epoch has had
-        train_loader = DataLoader(train_set, share, sampler=rest, drop_last=True)
+        done = (step % steps_per_epoch) * share  # samples that this rank has had in this epoch
+        train_loader = DataLoader(train_set, share, sampler=list(sampler)[done:], drop_last=True)  # any list of indices
         ddp_model.train()
         for step_images, step_labels in train_loader:
             torch.manual_seed(SEED + 1 + step * world_size + rank)  # another number for each step and rank

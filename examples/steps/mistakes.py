@@ -382,8 +382,8 @@ def rank_0_evaluates() -> dict[str, Any]:
 
 @mistake(
     3,
-    "the collectives no longer match: {failed} of 2 ranks fail or hang within 40 s",
-    "集合通信不再匹配：40 s 内 2 个 rank 中有 {failed} 个失败或挂起",
+    "the collectives no longer match: after 40 s, {failed} of 2 ranks has failed or hangs",
+    "集合通信不再匹配：40 s 后，2 个 rank 中有 {failed} 个失败或挂起",
     failed=(1, 2),
 )
 def rank_0_evaluates_the_wrapper() -> dict[str, Any]:
@@ -539,8 +539,8 @@ def clip_before_unscale() -> dict[str, Any]:
 STEP = "            step += 1\n"
 TWO_EPOCHS = ("EPOCHS = 5", "EPOCHS = 2")
 KILL = (STEP, STEP + "            if step == 12:\n                os.kill(os.getpid(), 9)\n")
-SKIP = "rest = list(sampler)[step % steps_per_epoch * share :]"
-PRINT_REST = (TRAIN_MODE, TRAIN_MODE + '        print("rest", *rest)\n')
+SKIP = "done = (step % steps_per_epoch) * share"
+PRINT_REST = (TRAIN_MODE, TRAIN_MODE + '        print("rest", *list(sampler)[done:])\n')
 STEP_SEED = (
     "            torch.manual_seed(SEED + 1 + step * world_size + rank)  # another number for each step and rank\n"
 )
@@ -598,7 +598,7 @@ def right_resume() -> dict[str, Any]:
     twice=(768, 768),
 )
 def resume_at_the_start_of_the_epoch() -> dict[str, Any]:
-    weights, twice, _ = resumed((SKIP, "rest = list(sampler)"))
+    weights, twice, _ = resumed((SKIP, "done = 0"))
     return {"weights": 100 * distance(weights), "twice": twice}
 
 
@@ -704,8 +704,8 @@ def flag_not_reduced() -> dict[str, Any]:
 
 @mistake(
     6,
-    "if rank 1 is killed, rank 0 fails {killed:.0f} s later; if it hangs, {silent:.0f} s later, with a timeout of 5 s",
-    "rank 1 被终止时，rank 0 在 {killed:.0f} s 后失败；rank 1 挂起时，超时设为 5 s，则在 {silent:.0f} s 后失败",
+    "if rank 1 is killed, rank 0 fails {killed:.1f} s later; if it hangs, {silent:.0f} s later, with a timeout of 5 s",
+    "rank 1 被终止时，rank 0 在 {killed:.1f} s 后失败；rank 1 挂起时，超时设为 5 s，则在 {silent:.0f} s 后失败",
     killed=(0, 60),
     silent=(4, 60),
 )

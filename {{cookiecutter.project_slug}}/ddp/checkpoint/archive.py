@@ -36,10 +36,7 @@ class InvalidCheckpoint(CheckpointError):
 
 
 def write(path: Path, content: dict[Any, Any]) -> str:
-    """Write `content` (tensors and plain types) to `path`, and return its SHA-256.
-
-    At any moment, `path` is the old file or the new one.
-    """
+    """Replace `path` with `content` (tensors and plain types), at once and durably. Returns its SHA-256."""
     with atomic_write(path, durable=True) as file:
         writer = HashingWriter(file)
         try:

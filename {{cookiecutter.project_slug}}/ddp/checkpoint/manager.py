@@ -14,16 +14,7 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.archive import InvalidCheckpoint
-from ddp.checkpoint.state import (
-    FixedShapes,
-    TrainState,
-    check_parts,
-    check_state,
-    digest,
-    run_differences,
-    scale_change,
-    snapshot,
-)
+from ddp.checkpoint.state import FixedShapes, TrainState, check_parts, check_state, digest, run_differences, snapshot
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.callbacks import WriteRest
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
@@ -271,7 +262,7 @@ class CheckpointManager:
             log.warning(
                 f"warning: {plural(then, 'process', 'es')} wrote this checkpoint, this run has {facts['world_size']}: "
                 f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}; "
-                f"{scale_change(ours, theirs)}"
+                f"{_scale_change(ours, theirs)}"
             )
         if edited := differences(facts["sources"], content["sources"], "{name}"):
             effect = "run uses the new code from here on; for a new run, choose another --output-dir"
@@ -328,3 +319,14 @@ class CheckpointManager:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
+
+
+def _scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """What another number of processes changes. The arguments are those of run_differences."""
+    rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
+    pairs = {"global batch": (ours["global_batch"], theirs["global_batch"]), "learning rate": rates}
+    known = {name: (now, before) for name, (now, before) in pairs.items() if None not in (now, before)}
+    return ", ".join(
+        f"the {name} was {before:.9g}, is {now:.9g}" if now != before else f"the {name} is still {now:.9g}"
+        for name, (now, before) in known.items()
+    )

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from ddp.checkpoint.state import FixedShapes
 from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
-from ddp.core.run_config import RESUME_WORDS, RunConfig
+from ddp.core.run_config import RESUME_WORDS, Config, RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state, seed_everything
 from ddp.distributed.shards import local, split_like, whole_tree
 
 log = logging.getLogger(__name__)
-Config = TypeVar("Config", bound=RunConfig)
 # Which options an evaluation takes from its checkpoint: those that loss and data depend on.
 SECTIONS = ("data", "training")  # of --help
 MORE = ("seed", "precision", "matmul_precision")
@@ -154,10 +153,7 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:
-    """Load what fits, log what does not, and return the names of what was loaded.
-
-    Raises CheckpointError if nothing fits.
-    """
+    """Load what fits, log what does not; return what was loaded, by name. Raises CheckpointError if nothing fits."""
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     common, fixed = [name for name in own if name in weights], FixedShapes({"model": model}).of({"model": own})
     fitting = {name: weights[name] for name in common if name not in fixed or weights[name].shape == own[name].shape}
@@ -192,16 +188,12 @@ def _refuse_random_constants(
         with keep_random_state():
             seed_everything(config.seed + 1)
             others = dict(build().named_parameters())
-    random = [name for name in frozen if name not in others or not _are_equal(frozen[name], others[name])]
+    same = [name for name in frozen.keys() & others if torch.equal(local(frozen[name]).cpu(), local(others[name]))]
+    random = [name for name in frozen if name not in same]
     if random := list(dict.fromkeys(name for names in ctx.gather(random) for name in names)):
         remedy = "load it in build_model, train it, or take another file"
         weights = f"{first_few(random)}: frozen, and not in the file, so random"
         raise CheckpointError(f"--init-from {config.init_from}: {weights}: {remedy}")
-
-
-def _are_equal(weight: Tensor, built: Tensor) -> bool:
-    """Whether this rank's rows of a weight are equal to those of one that was just built."""
-    return torch.equal(local(weight).cpu(), local(built))
 
 
 def _of_torchvision(model: str) -> dict[str, Tensor]:

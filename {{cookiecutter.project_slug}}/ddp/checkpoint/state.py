@@ -135,17 +135,6 @@ def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
     return replaced or bool(getattr(module, "_load_state_dict_pre_hooks", ()))
 
 
-def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What another number of processes changes. The arguments are those of run_differences."""
-    rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
-    pairs = {"global batch": (ours["global_batch"], theirs["global_batch"]), "learning rate": rates}
-    known = {name: (now, before) for name, (now, before) in pairs.items() if None not in (now, before)}
-    return ", ".join(
-        f"the {name} was {before:.9g}, is {now:.9g}" if now != before else f"the {name} is still {now:.9g}"
-        for name, (now, before) in known.items()
-    )
-
-
 def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """How a checkpoint differs from this run, as texts for the user: options, data, parts, names and sizes of weights.
 

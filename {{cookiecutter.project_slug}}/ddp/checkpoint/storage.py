@@ -139,10 +139,7 @@ class CheckpointDirectory:
         self.prune()
 
     def prune(self) -> None:
-        """Delete what is older than the newest --keep-checkpoints good ones. Bad ones do not count as kept.
-
-        Raises StorageError.
-        """
+        """Delete what is older than the newest --keep-checkpoints good ones, bad ones aside. Raises StorageError."""
         paths, kept = self.paths(), 0
         with storage_errors(self.path):
             for path in paths if len(paths) > self.config.keep_checkpoints else ():

@@ -3,7 +3,6 @@
 Any exception with an `exit_code` is printed without a traceback, so `model.py` can raise one without this import.
 """
 
-import json
 import re
 import signal
 import sys
@@ -11,8 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any
-
-FAILURE_KEY = "failure"
 
 
 class ExitCode(IntEnum):
@@ -95,11 +92,6 @@ class QuitImmediately(UserError):
     def __init__(self, number: int) -> None:
         super().__init__(f"quit immediately on a second signal ({signal.Signals(number).name})")
         self.exit_code = 128 + number
-
-
-def failure_record(rank: int, code: int, message: str, hang: bool = False) -> str:
-    """What the store holds as FAILURE_KEY, for all ranks: which rank failed first, and why."""
-    return json.dumps({"rank": rank, "code": code, "hang": hang, "message": message})
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -29,10 +29,7 @@ def available_cores() -> int:
 
 
 def allow_many_files() -> int:
-    """Let this process and its children open as many files as the system permits; each connection is one.
-
-    Returns how many.
-    """
+    """Let this process and its children open as many files, and connections, as permitted. Returns how many."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = MANY_FILES if most == resource.RLIM_INFINITY else min(most, MANY_FILES)
     with suppress(OSError, ValueError):  # macOS permits fewer

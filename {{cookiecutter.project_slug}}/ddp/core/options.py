@@ -149,8 +149,7 @@ def file_arguments(path: str) -> list[str]:
         raise UsageError("needs names and values of options")
     if isinstance(of_run := options.get("options"), dict):  # config.json of a run
         options = {name: value for name, value in of_run.items() if name not in OF_ONE_PROCESS}
-    unset = {name: default for name, (default, _) in REMOVED.items()}
-    options = {name: value for name, value in options.items() if name not in unset or value != unset[name]}
+    options = {name: value for name, value in options.items() if name not in REMOVED or value != REMOVED[name][0]}
     words = []
     for name, value in options.items():
         if name == "config":

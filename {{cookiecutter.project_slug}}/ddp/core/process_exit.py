@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from traceback import extract_tb
 from typing import NoReturn
 
 from ddp.core.errors import PeerFailed, PeerLost, SetupError, Stopped, UsageError, exit_code_of, one_line, print_line
@@ -22,6 +21,7 @@ from ddp.core.files import atomic_write
 from ddp.core.parts import of_parts
 from ddp.core.stacks import is_owner_file
 
+FAILURE_KEY = "failure"  # of the store of the ranks
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure .*out of mem")
 GPU_FAULT = re.compile(r"uncorrectable (ECC|NVLink) error|peer GPU memory over nvlink or a hardware error")  # libcudart
@@ -108,6 +108,11 @@ def tell_launcher(name: str, text: str) -> None:
             file.write(text)
 
 
+def failure_record(rank: int, code: int, message: str, hang: bool = False) -> str:
+    """What the store holds as FAILURE_KEY, for all ranks: which rank failed first, and why."""
+    return json.dumps({"rank": rank, "code": code, "hang": hang, "message": message})
+
+
 process_exit = ProcessExit()
 
 
@@ -118,7 +123,7 @@ def translate_exception(error: BaseException) -> BaseException:
     """
     if hasattr(error, "exit_code"):
         return error
-    text, trace = str(error), extract_tb(error.__traceback__)
+    text, trace = str(error), traceback.extract_tb(error.__traceback__)
     own = [frame for frame in trace if is_owner_file(frame.filename)]
     where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
     # A worker can also die while it hands over a batch. An error that a dataset raises has "Caught" in its message.

@@ -157,6 +157,10 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
         shared = (item.name for item in dataclasses.fields(self) if not item.metadata["per_process"])
         return {flag_of(name): getattr(self, name) for name in shared}
 
+    def output_dirs(self) -> list[Path]:
+        """--output-dir; or every directory that may be the default one, which only the workers know."""
+        return [Path(self.output_dir)] if self.output_dir else sorted(Path(DEFAULT_PARENT).glob("*"))
+
 
 def hyperparameters(config: RunConfig) -> dict[str, Any]:
     """The options that have a value and may change the result of a run."""
@@ -164,11 +168,6 @@ def hyperparameters(config: RunConfig) -> dict[str, Any]:
     names = [item.name for item in fields if not item.metadata["per_process"] and item.name != "evaluate"]
     values = {name: getattr(config, name) for name in (*names, "seed", "precision")}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def output_dirs(output_dir: str) -> list[Path]:
-    """`output_dir`, of --output-dir; or every directory that may be the default one, which only the workers know."""
-    return [Path(output_dir)] if output_dir else sorted(Path(DEFAULT_PARENT).glob("*"))
 
 
 def check_process_count(flag: str, processes: int) -> None:

@@ -44,7 +44,7 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     The name is that of the function that the line calls, if it has not returned.
     """
     inner, owned = "", []
-    for frame in _since_main(stack):
+    for frame in takewhile(lambda frame: not frame.filename.startswith(ENTRYPOINT), stack):  # not the start of a run
         if is_owner_file(frame.filename):
             owned.append(frame)
         elif not owned and not frame.name.startswith("_") and frame.name not in WRAPPERS:
@@ -71,11 +71,6 @@ def _all_stacks() -> list[str]:
             return [file.read()]
     except OSError:
         return StackSummary.from_list(main_stack()).format()
-
-
-def _since_main(stack: Iterable[FrameSummary]) -> Iterable[FrameSummary]:
-    """The part of a stack that is not the start of a run."""
-    return takewhile(lambda frame: not frame.filename.startswith(ENTRYPOINT), stack)
 
 
 def _place(frame: FrameSummary) -> str:

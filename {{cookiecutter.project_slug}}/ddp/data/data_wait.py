@@ -35,7 +35,7 @@ class DataWait:
     """
 
     def __init__(self, config: RunConfig, ctx: DistContext, workers: Workers) -> None:
-        self.config, self.ctx, self.workers = config, ctx, workers
+        self.config, self.ctx, self.workers, self.store = config, ctx, workers, ctx.monitor.store
         self.began: float | None = None  # when this rank began to wait
         self.ask_after_s = min(ASK_AFTER_S, config.warn_after / 2, config.timeout / 2)
         self.voted = False  # whether it has asked the others to stop where it waits
@@ -105,7 +105,8 @@ class DataWait:
             elif alive:
                 idle_since = now
             if alive and now - asked_at >= ASK_INTERVAL_S:
-                sites, asked_at = self._sites(), now
+                asked_at = now  # not those that have nothing to do, which look for work now and then
+                sites = {pid: site for pid in self.workers.pids if (site := self.workers.site(pid))}
             if alive:  # the question has woken the workers
                 signs = self._signs_of_life(sites)
             idle = now - idle_since
@@ -117,10 +118,6 @@ class DataWait:
             if idle >= STOP_AFTER_S:
                 with suppress(RuntimeError):  # the store is gone: the failure monitor notices that
                     self._stop()
-
-    def _sites(self) -> dict[int, str]:
-        """What the workers do, but those that have nothing to do, which look for work now and then."""
-        return {pid: site for pid in self.workers.pids if (site := self.workers.site(pid))}
 
     def _signs_of_life(self, pids: Collection[int]) -> Any:
         """Changes when a process that reads runs, or reads bytes. Of this process, when its main thread runs."""
@@ -156,7 +153,7 @@ class DataWait:
 
     def _stop(self) -> None:
         """If a stop was requested, and every rank waits for the first batch of the same step: all stop there."""
-        asked = stop_signal.reason is not None or (self.ctx.world_size > 1 and read_key(self._store, self._key))
+        asked = stop_signal.reason is not None or (self.ctx.world_size > 1 and read_key(self.store, self._key))
         if asked and not self.ctx.work.in_step:
             with self.lock:
                 if self.began is not None:
@@ -166,23 +163,19 @@ class DataWait:
                 signal.pthread_kill(threading.main_thread().ident or 0, STACK_SIGNAL)
 
     @property
-    def _store(self) -> Any:
-        return self.ctx.monitor.store
-
-    @property
     def _key(self) -> str:
         return f"waits/{self.ctx.work.step}"
 
     def _vote(self, *, joins: bool) -> None:
         """Add this rank to those that wait and would stop, or remove it; once all ranks are there, none can leave."""
         while self.decision is None:
-            before = read_key(self._store, self._key)
+            before = read_key(self.store, self._key)
             votes = json.loads(before or "{}")
             if len(votes) < self.ctx.world_size:
                 votes.pop(str(self.ctx.rank), None)
                 votes |= {str(self.ctx.rank): stop_signal.reason or 0} if joins else {}
                 after = json.dumps(votes)
-                if self._store.compare_set(self._key, before, after).decode() != after:
+                if self.store.compare_set(self._key, before, after).decode() != after:
                     continue
             if len(votes) == self.ctx.world_size:
                 self.decision = StopDecision(max(votes.values()), False)

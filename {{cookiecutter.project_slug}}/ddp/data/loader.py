@@ -5,7 +5,6 @@ BatchDataset in dataset.py lists the steps of a batch, from the disk to the mode
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -52,7 +51,7 @@ class _Loader:
         """What reads and collates the samples of an epoch, in each DataLoader worker."""
         return SeededReader(self.dataset, self.hooks.collate, self.config.seed, epoch)
 
-    def _chunks(self, indices: "BatchSampler | _Batches", epoch: int) -> Iterator[Any]:
+    def _chunks(self, indices: Any, epoch: int) -> Iterator[Any]:
         """Prepared batches of the samples in each of `indices`, on the device. Raises PeerLost if some do not come."""
         loader = DataLoader(
             self.reader(epoch),
@@ -190,7 +189,8 @@ class EvalLoader(_Loader):
         world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
         # Where all ranks compute a pass together, those that are out of turn read the last batch once more.
         end, work = count + -count % world_size if self.ctx.work.sharded else count, self.ctx.work
-        ours = _Batches(range(self.ctx.rank, end, world_size), self.chunk_size, self.length)
+        starts = (min(number, count - 1) * self.chunk_size for number in range(self.ctx.rank, end, world_size))
+        ours = [range(self.length)[start : start + self.chunk_size] for start in starts]
         with keep_random_state():
             for number, batch in enumerate(self._chunks(ours, EVALUATION)):
                 if number == 0:
@@ -208,23 +208,6 @@ class EvalLoader(_Loader):
                     raise UsageError(f"{what}: add up with a Meter, or leave out a batch if ctx.work.skip()")
                 if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """The samples of each batch in `numbers`. No iterator: start_workers begins again if a worker does not start."""
-
-    numbers: range
-    size: int
-    length: int  # of the dataset: a number after the last batch stands for the last batch
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self.numbers:
-            start = min(number * self.size, (self.length - 1) // self.size * self.size)
-            yield list(range(self.length)[start : start + self.size])
 
 
 def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:

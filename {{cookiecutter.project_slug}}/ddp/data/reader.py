@@ -1,7 +1,7 @@
 """Reads batches in DataLoader workers, or in this process, so that each sample depends on (seed, epoch, index) only."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ class SeededReader(Dataset):
         self.one_by_one = getattr(type(dataset), "__getitems__", None) in (None, BatchDataset.__getitems__)
         self.checked = False
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        indices = list(indices)
         with keep_random_state():
             if not self.checked:  # in each worker
                 self._check(indices[0])

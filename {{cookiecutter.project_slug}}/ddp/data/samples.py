@@ -114,27 +114,20 @@ def _summary(part: Any) -> tuple[str, list[float]]:
         return str(int(part) if part.numel() == 1 else f"{list(part.shape)} {checksum(part)}"), []
     flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).detach().flatten()
     values = flat[:: 1 + len(flat) // LONGEST].double()
-    means = (
-        [block.mean().item() for block in values.chunk(FEW if len(values) <= FEW else BLOCKS)] if len(values) else []
-    )
+    few = len(values) <= FEW
+    means = [block.mean().item() for block in values.chunk(FEW if few else BLOCKS) if len(block)]
     scale = values.std(correction=0).item() + max(map(abs, means)) if means else 0.0
-    return f"{part.dtype} {list(part.shape)}", [*means, scale * TOLERANCES[len(values) <= FEW]]
+    return f"{part.dtype} {list(part.shape)}", [*means, scale * TOLERANCES[few]]
 
 
 def _is_same(one: list[Any], other: list[Any]) -> bool:
     """Whether two samples of a record are the same. Each may have its own index as a part."""
     (index, parts), (other_index, others) = one, other
-    return (
-        len(parts) == len(others)
-        and all(
-            (text == theirs or (text, theirs) == (str(index), str(other_index)))
-            and len(numbers) == len(their_numbers)
-            and all(
-                a == b or abs(a - b) <= max(numbers[-1], their_numbers[-1]) or (a != a and b != b)  # NaN
-                for a, b in zip(numbers[:-1], their_numbers[:-1], strict=True)
-            )
-            for (text, numbers), (theirs, their_numbers) in zip(parts, others, strict=True)
-        )
+    return len(parts) == len(others) and all(
+        (text == theirs or (text, theirs) == (str(index), str(other_index)))
+        and len(numbers) == len(their_numbers)
+        and numpy.allclose(numbers[:-1], their_numbers[:-1], 0, max([0, *numbers[-1:], *their_numbers[-1:]]), True)
+        for (text, numbers), (theirs, their_numbers) in zip(parts, others, strict=True)
     )
 
 

@@ -18,19 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp.core.errors import (
-    FAILURE_KEY,
-    CollectiveMismatch,
-    ExitCode,
-    PeerFailed,
-    PeerLost,
-    RankHangs,
-    exit_code_of,
-    failure_record,
-    numbered,
-    one_line,
-)
-from ddp.core.process_exit import process_exit
+from ddp.core.errors import CollectiveMismatch, PeerFailed, PeerLost, RankHangs, exit_code_of, numbered, one_line
+from ddp.core.process_exit import FAILURE_KEY, failure_record, process_exit
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
 from ddp.core.stacks import call_site, dump_stacks, main_stack
@@ -189,7 +178,7 @@ class FailureMonitor:
         """Write `error` for all ranks. Returns it, or PeerFailed if another rank wrote another cause first."""
         text = one_line(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {one_line(error)}"
         text = text if isinstance(error, PeerLost) else f"rank {self.rank} failed: {text}"
-        code = exit_code_of(error) or int(ExitCode.PEER_LOST)
+        code = exit_code_of(error) or int(PeerLost.exit_code)
         ours = failure_record(self.rank, code, text, isinstance(error, RankHangs))
         first = json.loads(self._call_store(lambda: self.store.compare_set(FAILURE_KEY, "", ours)) or ours)
         self._call_store(self._set_done)
@@ -259,37 +248,24 @@ class FailureMonitor:
             return None
         silent = [rank for rank in self.others if rank not in reports]
         lost = numbered("rank", [rank for rank in silent if not self.store.check([f"done/{rank}"])])
-        if broken:
-            return self._why_broken(reports, silent, lost)
-        if stuck:
-            return self._why_stuck(reports, lost)
-        return self._lost(lost) if lost and self._stop_is_overdue() else None  # the ranks may have agreed meanwhile
-
-    def _why_broken(self, reports: Reports, silent: list[int], lost: str) -> PeerLost:
-        """A collective raised an error."""
-        if mismatch := rank_reports.find_mismatch(reports):
-            return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
-        if lost:
-            return self._lost(lost)
-        if silent:
-            return PeerLost(f"{numbered('rank', silent)} left early")
-        where = rank_reports.where_ranks_are(reports)
-        late = numbered("rank", [rank for rank, report in reports.items() if not report.waited_s])
-        if late and self._timed_out(max(report.waited_s for report in reports.values())):
-            limit = f"{self.timeout:g} s (--timeout)"
-            return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
-        return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")
-
-    def _why_stuck(self, reports: Reports, lost: str) -> PeerLost:
-        """The GPU has worked on one step for --timeout."""
-        if not lost:
+        if not (broken or stuck):
+            return self._lost(lost) if lost and self._stop_is_overdue() else None  # the ranks may have agreed meanwhile
+        if stuck and not lost:
             dump_stacks(self.rank)
         if mismatch := rank_reports.find_mismatch(reports):
             return CollectiveMismatch(f"{mismatch}: {rank_reports.MISMATCH_ADVICE}")
         if lost:
             return self._lost(lost)
-        waited = f"the GPU of rank {self.rank} waited {self.timeout:g} s (--timeout) for another rank"
-        return RankHangs(f"{waited}: {rank_reports.where_ranks_are(reports)}; see the stacks above")
+        limit, where = f"{self.timeout:g} s (--timeout)", rank_reports.where_ranks_are(reports)
+        if stuck:
+            waited = f"the GPU of rank {self.rank} waited {limit} for another rank"
+            return RankHangs(f"{waited}: {where}; see the stacks above")
+        if silent:
+            return PeerLost(f"{numbered('rank', silent)} left early")
+        late = numbered("rank", [rank for rank, report in reports.items() if not report.waited_s])
+        if late and self._timed_out(max(report.waited_s for report in reports.values())):
+            return RankHangs(f"{late} did not respond for {limit}: {where}; see the stacks of {late}")
+        return PeerLost(f"the connections between the processes broke ({self.reason}): {where}")
 
     def _explain_wait(self) -> CollectiveMismatch | None:
         """If a rank has waited long in a collective, print on rank 0 where each one is: it is not an error yet.

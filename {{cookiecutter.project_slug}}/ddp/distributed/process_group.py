@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ddp.core.process_exit import process_exit, tell_launcher, translate_excepti
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
-from ddp.core.threads import BackgroundJob, call_with_timeout
+from ddp.core.threads import BackgroundJob, Result, call_with_timeout
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
@@ -31,7 +31,6 @@ from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, qu
 from ddp.distributed.tensors import CpuStreams, map_named, map_tensors, streams_of
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 ForTensor = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
 AS_IT_IS: ForTensor = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
@@ -256,10 +255,7 @@ def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:
 
 
 def _destroy_group() -> None:
-    """Destroy the process group, if there is one.
-
-    That may hang without a peer, or raise what a GPU has raised before: neither changes how the run ends.
-    """
+    """It may hang without a peer, or raise what a GPU has raised before: neither changes how the run ends."""
     if dist.is_initialized():
         call_with_timeout(HANG_GRACE_S, dist.destroy_process_group)
 

@@ -37,11 +37,6 @@ class SyncFacts(NamedTuple):
     fewest: float
     least_s: float  # that a rank needed for the last sync
 
-    def of_all_ranks(self, tree: dist.ProcessGroup | None) -> "SyncFacts":
-        """Call on every rank."""
-        signs = torch.tensor([1, 1, 1, 1, -1, -1], dtype=torch.double)  # a maximum with its sign changed is a minimum
-        return SyncFacts(*(signs * largest(signs * torch.tensor(self, dtype=torch.double), tree)).tolist())
-
 
 class StopRequested(Exception):
     """Raised on every rank at the same point, where a loop other than the training loop must stop."""
@@ -89,14 +84,13 @@ class StopSync:
         count = collective_count(self.streams.device)
         ours = SyncFacts(stop_signal.reason or 0, self.save_failed(), step_s, count, count, self.took_s)
         self.asked_at = time.perf_counter()
-        everyone = ours.of_all_ranks(self.tree)
+        signs = torch.tensor([1, 1, 1, 1, -1, -1], dtype=torch.double)  # a maximum with its sign changed is a minimum
+        everyone = SyncFacts(*(signs * largest(signs * torch.tensor(ours, dtype=torch.double), self.tree)).tolist())
         self.took_s, self.asked_at = time.perf_counter() - self.asked_at, None
         self.step_s, usual = everyone.step_s, self.cost_s or everyone.least_s
         self.cost_s = usual + (min(everyone.least_s, 2 * usual) - usual) / 8  # one slow answer adds little
         self.trained_s += self.step_s * self.interval * self.training
-        if (
-            everyone.most != everyone.fewest
-        ):  # over NCCL, they would add up gradients of different steps, without an error
+        if everyone.most != everyone.fewest:  # NCCL would add up gradients of different steps, without an error
             reports = [own_report()] * dist.get_world_size()
             dist.all_gather_object(reports, reports[0])
             found = find_mismatch(dict(enumerate(reports)), in_number=True) or "the ranks are at different steps"

@@ -18,7 +18,7 @@ from ddp.core.files import correct_status
 from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_process, process_exit, tell_launcher, translate_exception
 from ddp.core.rank_logs import set_up_logging
-from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig, output_dirs
+from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 from ddp.core.signals import SignalHandler, killed_by, send_signal, stop_signal
 from ddp.distributed.rank_env import VARIABLES, Launcher, RankEnv, find_rank_env
 from ddp.distributed.store import report_early_failure
@@ -114,7 +114,7 @@ def spawn(main: Main, config: RunConfig, nproc: int) -> int:
         if signals.first is not None:
             signals.on_first()
         code = join(context, signals)
-        for path in output_dirs(config.output_dir):
+        for path in config.output_dirs():
             correct_status(path, context.pids(), code, "a process was killed")
         return code
 

@@ -39,14 +39,7 @@ from ddp.core.options import OptionParser, option
 from ddp.core.parts import of_parts
 from ddp.core.process_exit import exit_process, process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
-from ddp.core.run_config import (
-    ELASTIC_VARIABLE,
-    NOTICED_VARIABLE,
-    RESTARTS_VARIABLE,
-    RunConfig,
-    check_process_count,
-    output_dirs,
-)
+from ddp.core.run_config import ELASTIC_VARIABLE, NOTICED_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count
 from ddp.core.signals import SignalHandler, adopt_orphans, is_alive, kill_children, killed_by, send_signal
 from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, round_end, this_node
 
@@ -239,7 +232,7 @@ class NodeAgent(SignalHandler):
         pids = self.pids | {int(text) for text in self._read("pid")}
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.is_training:  # otherwise status.json belongs to another run
-            for folder in output_dirs(self.config.output_dir):
+            for folder in self.config.output_dirs():
                 correct_status(folder, pids, exit_code, message)
 
     def _print(self, line: str) -> None:
@@ -271,7 +264,7 @@ class NodeAgent(SignalHandler):
 
     def grace(self, restart: bool) -> float:
         """For how many seconds the nodes wait for each other. Those of a run may notice late that it has ended."""
-        states = [read_status(folder).get("state") for folder in output_dirs(self.config.output_dir)]
+        states = [read_status(folder).get("state") for folder in self.config.output_dirs()]
         late = restart or "running" in states  # of a run that this node was a part of
         return max(self.options.start_grace, self.config.timeout + NOTICE_GRACE_S if late else 0)
 

@@ -32,17 +32,9 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic import rendezvous as elastic
 
-from ddp.core.errors import (
-    FAILURE_KEY,
-    ExitCode,
-    PeerLost,
-    SetupError,
-    Stopped,
-    UserError,
-    failure_record,
-    print_line,
-)
+from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UserError, print_line
 from ddp.core.host import allow_many_files, is_own_address, own_addresses, plain, port_problem
+from ddp.core.process_exit import FAILURE_KEY, failure_record
 from ddp.core.run_config import ROUND_VARIABLE
 from ddp.core.threads import call_with_timeout
 from ddp.launcher.node_record import (
@@ -139,7 +131,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
         self.wanted_at = math.inf  # when another node has wanted the next round
         self.outdated = 0  # this round, once the workers here have had time to notice that
         self.heard_at = 0.0  # when node 0 has responded
-        self.beats = False  # whether `_beat` runs
+        self.beat = threading.Thread(target=self._beat, daemon=True)  # runs once node 0 has responded
         self.over = threading.Event()
 
     def get_backend(self) -> str:
@@ -225,7 +217,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
             raise SetupError(f"port {self.port} of {here} {problem}")
         store = StoreClient(self.host, self.port, is_master=True)
         self.port = store.store.port
-        threading.Thread(target=self._beat, daemon=True).start()
+        self.beat.start()
         return store
 
     def _join(self) -> tuple[StoreClient, dict[str, Any]]:
@@ -265,9 +257,8 @@ class NodeRendezvous(elastic.RendezvousHandler):
         own.address, own.address_of_0 = store.address, store.address_of_0
         if not (current := store.text("round")):
             raise ForeignProgram("the store of another program uses that port")
-        if not self.beats:
-            self.beats = True
-            threading.Thread(target=self._beat, daemon=True).start()
+        if self.beat.ident is None:  # it was not started
+            self.beat.start()
         number, store_id = int(current.split()[0]), current.split()[1]
         number = max(number, self.number + 1 if store_id == self.store_id else 1)
         answer = json.loads(store.text(f"{number}/answer") or "{}")

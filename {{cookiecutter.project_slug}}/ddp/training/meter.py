@@ -43,7 +43,8 @@ class Meter:
         for name, value in batch_totals.items():
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
-            totals[name] = map_tensors(value, _detached)
+            # Without its graph, which would keep the memory of its step. All rows, such as of a gradient's norm.
+            totals[name] = map_tensors(value, lambda tensor: whole(tensor).detach())
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
@@ -89,9 +90,8 @@ class Meter:
     def take(self) -> dict[str, Any]:
         """The metrics since the last call; empty if nothing was added. Call on every rank."""
         self.reduce()
-        self.epoch, total, self.total = self._epoch_so_far(), self.total, {}
-        self.taken = total
-        return self.compute_metrics(total) if total else {}
+        self.epoch, self.taken, self.total = self._epoch_so_far(), self.total, {}
+        return self.compute_metrics(self.taken) if self.taken else {}
 
     def take_epoch(self, complete: bool) -> dict[str, Any]:
         """The metrics of the epoch so far; restart from zero if it is complete. Call on every rank.
@@ -115,11 +115,6 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Without its graph, which would keep the memory of its step. All rows, such as of a gradient's norm."""
-    return whole(tensor).detach()
 
 
 def _zeros(totals: Totals) -> Totals:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,7 @@ from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_lin
 from ddp.core.files import hash_source_files, storage_errors
 from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
-from ddp.core.run_config import DEFAULT_PARENT, RunConfig
+from ddp.core.run_config import DEFAULT_PARENT, Config, RunConfig
 from ddp.core.signals import stop_error, stop_signal
 from ddp.data.dataset import Datasets, data_name
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -36,7 +36,6 @@ from ddp.training.schedule import Schedule
 from ddp.training.wrapping import check_model, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
-Config = TypeVar("Config", bound=RunConfig)
 Metric = Callable[[Mapping[str, float]], float]
 LAST_SAVE_TIMEOUT_S = 25.0  # torchrun kills the other processes 30 s after one failed
 

@@ -113,11 +113,10 @@ class RunLog:
         self.last_train, self.epoch_moment, self.logged_moment = "", self._moment(), self._moment()
         self.gpu_wait.start_epoch()
         if self.metrics is not None and sys.stderr.isatty():
-            total = self.loader.steps_left(self.state.epoch)
-            options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
-            left = self.loader.steps_left(self.state.epoch, self.state.samples_consumed)
-            options |= {"total": total, "initial": total - left}
-            self.bar = tqdm(desc=f"epoch {self.state.epoch + 1}/{self.config.epochs}", **options)
+            total, left = (self.loader.steps_left(self.state.epoch, used) for used in (0, self.state.samples_consumed))
+            about: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 0.5, "file": console(sys.stderr)}
+            about["desc"] = f"epoch {self.state.epoch + 1}/{self.config.epochs}"
+            self.bar = tqdm(total=total, initial=total - left, **about)
 
     def step(self) -> None:
         """An optimizer step was taken."""
