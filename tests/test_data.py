@@ -1047,6 +1047,7 @@ class TokensInChunks(WholeTokens):
         return super().prepare({name: part for name, part in batch.items() if name != "source"})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Tokens, WholeTokens, TokensInChunks])
 def test_a_dictionary_of_inputs_becomes_keyword_arguments(
     kind: type[Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1137,6 +1138,7 @@ def test_processes_that_find_different_data_are_told_at_once(
 
 @fault(50)
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_again(
     tmp_path: Path, evaluates: bool

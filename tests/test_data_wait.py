@@ -166,7 +166,7 @@ def receive_slowly(seconds: float) -> None:
     thread.join()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["compute", "sleep", "read", "receive"])
 def test_slow_data_are_no_hang(how: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,7 +459,7 @@ def the_gradients_of_the_gan_are_those_of_one_process_without_ddp(tmp_path: Path
     python(project, "-c", f"{inspect.getsource(compare_gradients)}\n\ncompare_gradients()")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     TRAININGS[name](tmp_path)

@@ -25,7 +25,7 @@ def run(folder: Path, *all_options: tuple[str, ...], code: int = 0) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("folder", TASKS, ids=lambda folder: "template" if folder == TEMPLATE else folder.name)
 def test_a_batch_stays_on_the_gpu_and_nothing_waits_for_it(folder: Path) -> None:
     """In training and evaluation, with data in memory that fit on the GPU, and with data that do not.

@@ -508,6 +508,7 @@ def test_a_project_has_no_word_of_a_part_that_was_not_chosen(with_parts: tuple[l
                 assert not found or path.name == "ci.yml", (path, found)
 
 
+@pytest.mark.sample(1)
 def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: tuple[list[str], Path]) -> None:
     names, project = with_parts
     words = {"fsdp": ["--shard"], "mirror": ["--mirror", "x"], "monitor": ["--profile"], "preflight": ["--check"]}
@@ -521,6 +522,7 @@ def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: t
         assert words[name][0] not in run(*script, "--help", cwd=project).stdout
 
 
+@pytest.mark.sample(1)
 def test_the_linter_and_the_types_accept_a_project_with_any_parts(
     with_parts: tuple[list[str], Path], environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -539,7 +541,7 @@ def test_the_linter_and_the_types_accept_a_project_with_any_parts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", ["none", *map(ALL, PARTS)])
+@pytest.mark.parametrize("parts", [*map(ALL, ["none", *PARTS])])
 def test_a_project_passes_its_own_tests_with_these_parts(
     source: Path, tmp_path: Path, environment: dict[str, str], parts: str
 ) -> None:
@@ -577,6 +579,7 @@ def test_an_unknown_part_is_refused_in_one_line(
     assert capfd.readouterr().err == expected and not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lines", ['"gone",', '"fsdp", "fsdp",'])
 def test_a_wrong_line_in_parts_py_is_one_line(source: Path, tmp_path: Path, lines: str) -> None:
     project = render(source, tmp_path, parts="fsdp")
@@ -677,6 +680,7 @@ def test_a_project_from_before_the_prompt_keeps_its_parts_with_parts_all(
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 def test_a_checkpoint_that_was_written_with_all_parts_resumes_without_them(with_parts: Any, tmp_path: Path) -> None:
     options = ["--dataset", "synthetic", "--device", "cpu", "--deterministic", "--output-dir", str(tmp_path / "out")]
     options += ["--epochs", "1", "--max-steps"]

@@ -139,6 +139,7 @@ def test_mpirun_leaves_enough_time_to_record_that_a_process_was_lost(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_arguments_give_the_same_two_ranks(scheme: str, expected: str, tmp_path: Path) -> None:
     init_method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/rendezvous file"

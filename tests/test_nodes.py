@@ -237,6 +237,7 @@ def test_one_of_two_machines_never_trains_alone(two: list[Machine], project: Pat
 
 
 @fault(27)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "other, says",
     [

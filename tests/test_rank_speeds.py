@@ -96,7 +96,7 @@ def stop_half_of_the_time(pid: int, end: threading.Event) -> None:
 
 
 @fault(47)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slow", ["data", "model", "process", ""])
 def test_a_rank_that_is_slow_is_named_with_its_host_and_the_cause(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

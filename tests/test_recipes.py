@@ -635,7 +635,7 @@ def a_notebook(tmp_path: Path) -> None:
     assert json.loads((project / "runs/notebook/status.json").read_text())["step"] == 5
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_works(name: str, tmp_path: Path) -> None:
     RECIPES[name](tmp_path)

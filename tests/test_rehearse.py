@@ -351,6 +351,7 @@ NOT_THE_MEAN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] =
 
 @fault(48)
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistake", NOT_THE_MEAN)
 def test_a_step_that_is_not_the_mean_over_the_global_batch_is_found(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

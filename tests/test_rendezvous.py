@@ -234,6 +234,7 @@ def test_a_stray_node_with_the_rank_of_one_that_runs_is_refused_and_the_run_goes
 
 
 @fault(27)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["stray", "member"])
 def test_a_stray_node_at_a_restart_is_refused_alone(port: int, first: str) -> None:
     nodes = [Node(port, rank, nnodes=2) for rank in (0, 1)]
