@@ -29,6 +29,7 @@ from typing import Any
 
 import benchmark
 import numpy
+import psutil
 import pytest
 import torch
 import torch._dynamo  # DDP imports it, in a second: here, once, before the ranks are forked
@@ -39,7 +40,7 @@ from test_loader import Noise, Numbers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import tensorboard  # noqa: F401  the same
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
@@ -55,6 +56,7 @@ from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.workers import start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
 from faults import fault
@@ -1169,6 +1171,24 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
     assert found == expected and len(found) == 4 + evaluates
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "stuck").read_text()), 0)
+
+
+def test_a_program_may_leave_an_epoch_before_its_end() -> None:
+    """Workers ignore SIGTERM, by which multiprocessing ends them when a program exits, and then waits."""
+    kept = []
+
+    def leave_an_epoch() -> None:
+        kept.append(start_workers(DataLoader(Numbers(17), 4, num_workers=2)))
+        next(kept[0].batches)
+
+    program = multiprocessing.get_context("fork").Process(target=leave_an_epoch)
+    program.start()
+    program.join(60)
+    ended, left = program.exitcode, psutil.Process(program.pid).children() if program.is_alive() else []
+    for process in [*left, program]:
+        process.kill()
+    program.join()
+    assert ended == 0
 
 
 class Unsendable(Numbers):

@@ -158,12 +158,17 @@ def translate_exception(error: BaseException) -> BaseException:
     return error
 
 
-def exit_process(code: int) -> NoReturn:
-    """Exit without tearing down the interpreter: gloo's threads may hold tensors, and would abort the process."""
+def kill_workers() -> None:
+    """When this process exits: DataLoader workers ignore SIGTERM, so that multiprocessing would wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would report what follows as a failure
     for child in multiprocessing.active_children():
         if child.daemon:
-            child.kill()  # DataLoader workers ignore SIGTERM, and would be waited for
+            child.kill()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit without tearing down the interpreter: gloo's threads may hold tensors, and would abort the process."""
+    kill_workers()
     # Private names, called as Python does: the first waits for threads that are not daemons.
     for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
         getattr(module, name, lambda: None)()

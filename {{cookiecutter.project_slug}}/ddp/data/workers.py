@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from pathlib import Path
 from traceback import FrameSummary
 from typing import IO, Any
@@ -24,6 +25,7 @@ from typing import IO, Any
 from torch.utils.data import DataLoader, get_worker_info
 
 from ddp.core.errors import PeerLost, UsageError, one_line
+from ddp.core.process_exit import kill_workers
 from ddp.core.signals import STOP_SIGNALS, die_with_parent, send_signal
 from ddp.core.stacks import call_site
 
@@ -113,6 +115,7 @@ def start_workers(loader: DataLoader) -> Workers:
     timeout = START_TIMEOUT_S if forks else 3600.0  # others import torch first
     stacks = os.fdopen(os.memfd_create("stacks"), "w+b") if forks and hasattr(os, "memfd_create") else None
     positions = _positions() if forks and loader.num_workers > 1 else {}
+    _kill_at_exit(os.getpid())
     while True:
         others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
         loader.worker_init_fn = partial(_start_worker, os.getpid() if forks else None, started, stacks)
@@ -130,6 +133,12 @@ def start_workers(loader: DataLoader) -> Workers:
             worker.kill()
             worker.join()
         timeout *= 6
+
+
+@cache
+def _kill_at_exit(pid: int) -> None:
+    """Once in each process, which may be another program than main.py and leave an epoch before its end."""
+    Finalize(None, kill_workers, exitpriority=0)  # before multiprocessing waits for them
 
 
 def _start_worker(parent: int | None, started: Any, stacks: IO[bytes] | None, _: int) -> None:
