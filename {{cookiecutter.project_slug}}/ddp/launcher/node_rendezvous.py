@@ -128,7 +128,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
         self.nodes = dict.fromkeys(range(most), "")  # those that run the workers: rank and launcher
         self.store: StoreClient | None = None  # of the last round; on node 0, the store itself
         self.awaits_restart = False  # whether a run goes on without this node
-        self.wanted_at = math.inf  # when another node has wanted the next round
+        self.wanted = (0, 0.0)  # a round, and when another node has wanted the one after it
         self.outdated = 0  # this round, once the workers here have had time to notice that
         self.heard_at = 0.0  # when node 0 has responded
         self.beat = threading.Thread(target=self._beat, daemon=True)  # runs once node 0 has responded
@@ -157,7 +157,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
         self.own.last = self.agent.end_round() if self.number else None
         if not self.own.last:
             self.agent.wait(0, None)  # once it has registered, the other nodes count on this one
-        self.outdated, self.wanted_at = 0, math.inf
+        self.outdated, self.wanted = 0, (0, 0.0)
         if self.rank == 0:
             self.store, self.number = self.store or self._create_store(), self.number + 1
             answer = Meeting(self.number, self.store, self.own, self.agent, self.nodes).run()
@@ -179,8 +179,8 @@ class NodeRendezvous(elastic.RendezvousHandler):
                 client.add(f"beat/{self.own.launcher}", 1)
                 number, now = self.number, time.monotonic()
                 if self.agent.running and client.check([f"{number + 1}/wanted"]):
-                    self.wanted_at = min(self.wanted_at, now)
-                    self.outdated = number if now - self.wanted_at > WORKERS_GRACE_S else 0
+                    self.wanted = self.wanted if self.wanted[0] == number else (number, now)
+                    self.outdated = number if now - self.wanted[1] > WORKERS_GRACE_S else 0
                 store = client
 
     def note_failure(self, record: logging.LogRecord) -> None:
