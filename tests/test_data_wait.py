@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -205,9 +206,38 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named(tmp_path: Path, monke
     (tmp_path / "once").touch()
     load(monkeypatch, Numbers(96, hang_at(0, once=tmp_path / "once")))
     output = train(2, *RUN, "--workers=0", "--timeout=5", "--output-dir", tmp_path / "run", code=8)
-    assert (
-        " has waited 5 s (--timeout) for DataLoader worker " in output and ", which is at test_data_wait.py:" in output
-    )
+    assert " has waited 5 s (--timeout) for a sample, which it reads at test_data_wait.py:" in output
+
+
+@fault(51)
+def test_a_worker_that_waits_in_a_queue_of_its_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own queue is the outermost frame of one that has nothing to do."""
+    queue = multiprocessing.Queue()
+
+    def wait(index: int) -> None:
+        if index == 50 and not (tmp_path / "once").exists():
+            (tmp_path / "once").touch()
+            queue.get()
+
+    load(monkeypatch, Numbers(96, wait))
+    monkeypatch.setattr(samples, "RECORDED", 0)
+    output = train(1, *RUN, "--workers=2", "--timeout=5", "--output-dir", tmp_path / "run", code=8)
+    (warning,) = [line for line in output.splitlines() if "waits for" in line]
+    assert warning.count("DataLoader worker") == 1 and "test_data_wait.py" in warning
+
+
+def test_a_run_that_stood_still_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-Z, for longer than --timeout, with its workers."""
+    load(monkeypatch, Numbers(48, lambda index: time.sleep(0.1)))
+    trains = tmp_path / "trains"
+    given = (*RUN, "--workers=1", "--timeout=6", "--output-dir", tmp_path / "run")
+    ranks = start(1, *given, after_step=lambda run: trains.touch())
+    while not trains.exists():
+        time.sleep(0.1)
+    os.killpg(ranks.pids[0], signal.SIGSTOP)
+    time.sleep(9)
+    os.killpg(ranks.pids[0], signal.SIGCONT)
+    assert ranks.wait() == [0], ranks.output()
 
 
 # ---- files that workers share ---------------------------------------------------------------------------------------
@@ -234,7 +264,7 @@ class Zipped(Numbers):
 
 @fault(52)
 @pytest.mark.parametrize(
-    ("per_process", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0), (False, 1, 0)]
+    ("per_process", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0), (False, 1, 2)]
 )
 def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
     per_process: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from outputs import lines, newest
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 import data
 import images
@@ -23,8 +25,9 @@ import main
 import model
 from config import Config
 from ddp.checkpoint import archive
+from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.samples import _is_same, _Recorder, _summary, check_datasets
+from ddp.data.samples import _is_same, _parts, _Recorder, _summary, check_datasets
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint.run_main import run_as_rank
 from faults import fault
@@ -151,12 +154,32 @@ def test_what_decoders_and_processors_change_is_not_another_sample() -> None:
         (torch.randn(50, dtype=torch.complex64) * 0 + 1j, torch.ones(50, dtype=torch.complex64), False),
         ("a text", "another text", False),
         ("a long text " * 50, "a long text " * 49 + "a wrong text", False),
+        (numpy.arange(40.0)[::-1], numpy.arange(40.0)[::-1], True),
+        (numpy.arange(40, dtype=">i4")[::-1], numpy.arange(40, dtype=">i4"), False),
+        (numpy.ones(3, numpy.longdouble), numpy.ones(3, numpy.longdouble) * 2, False),
         (None, None, True),
         (object(), object(), True),
     ],
 )
 def test_the_parts_of_samples_are_compared_by_their_kind(one: Any, other: Any, same: bool) -> None:
     assert _is_same([0, [_summary(one)]], [0, [_summary(other)]]) == same
+
+
+@dataclass
+class Graph:
+    """As of a library for graphs: one object, which moves to a device as a whole."""
+
+    nodes: Tensor
+    label: int
+
+
+def test_sound_and_objects_are_compared_by_what_they_hold() -> None:
+    """The means of sound are all about 0."""
+    sounds = [torch.randn(16000, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    one, other = ([0, [_summary(sound)]] for sound in sounds)
+    assert _is_same(one, [0, [_summary(sounds[0] + 0.001)]]) and not _is_same(one, other)
+    first, again, another = ([0, [*map(_summary, _parts([Graph(sounds[n], 3)]))]] for n in (0, 0, 1))
+    assert _is_same(first, again) and not _is_same(first, another)
 
 
 def test_a_part_that_is_the_index_may_change_with_it() -> None:
@@ -181,6 +204,61 @@ def test_no_file_of_a_dataset_is_open_after_its_samples_were_recorded() -> None:
     records = list(found.records.batches)
     assert len(records) == 2 and '"count": 30' in records[0] and found.train.file is None
     assert records == [_Recorder({"": each}, 0)[0] for each in (found.train, found.val)], "read here, the same"
+
+
+def test_with_workers_0_they_are_read_here_as_the_run_does() -> None:
+    """A worker would move the position of a file that this process has opened, and has no threads of a pool."""
+
+    class Reads(Pictures):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return super().__getitem__(index)[0], os.getpid()
+
+    (record,) = check_datasets(Datasets(Reads(range(30))), Config(workers=0)).records.batches
+    assert f'"{os.getpid()}"' in record
+
+
+def test_a_collate_that_needs_several_samples_is_left_out() -> None:
+    class Drops(BatchDataset):
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, index: int) -> Any:
+            return None if index == 0 else (torch.ones(3), index % 10)
+
+        def collate(self, samples: list[Any]) -> Any:
+            return default_collate([sample for sample in samples if sample is not None])
+
+    assert '"count": 30' in _Recorder({"training": Drops()}, 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "accepted"),
+    [
+        (numpy.arange(30, dtype=numpy.uint64) + (1 << 63), True),
+        ([(1 << 64) - 1 - number for number in range(30)], True),
+        (torch.arange(30, dtype=torch.int32), True),
+        ([f"name {number}" for number in range(30)], False),
+        (torch.rand(30), False),
+        (range(29), False),
+    ],
+)
+def test_keys_are_whole_numbers(keys: Any, accepted: bool) -> None:
+    class Keyed(BatchDataset):
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(3), index % 10
+
+        def keys(self) -> Any:
+            return keys
+
+    recorder = _Recorder({"training": Keyed()}, 0)
+    if accepted:
+        assert '"count": 30' in recorder[0]
+    else:
+        with pytest.raises(UsageError, match=r"Keyed.keys\(\) must return a number of 64 bits for each of 30 samples"):
+            recorder[0]
 
 
 # ---- after a resume -------------------------------------------------------------------------------------------------
@@ -222,12 +300,10 @@ def test_a_checkpoint_without_a_record_resumes_with_one_line(tmp_path: Path, mon
     assert "no record" not in train(1, *given)
 
 
-def forget(path: Path, split: bool = False) -> None:
-    """Make of a checkpoint one of an earlier version, which held no record of samples, nor how they were split."""
+def forget(path: Path) -> None:
+    """Make of a checkpoint one of an earlier version, which held no record of samples."""
     content = torch.load(path, weights_only=True)
     del content["records"]
-    if split:
-        del content["dataset"]["split"]
     archive.write(path, content)
 
 
@@ -293,7 +369,7 @@ def test_a_run_of_the_version_before_keeps_its_split(
     split = images.split_by_class
     with monkeypatch.context() as before:
         before.setattr(images, "split_by_class", lambda targets, fraction, seed, keys: split(targets, fraction, seed))
-        before.setattr(ImageFiles, "keep", lambda self, described: False)
+        before.setattr(ImageFiles, "keep", lambda self: False)
         old = parts_of(given)
         train(2, *given)
         shutil.copytree(tmp_path / "run", whole := tmp_path / "whole")
@@ -301,13 +377,49 @@ def test_a_run_of_the_version_before_keeps_its_split(
         train(2, *given, "--max-steps=20")
     assert old != parts_of(given)
     for path in (tmp_path / "run").rglob("*.pt"):
-        forget(path, split=True)
+        forget(path)
     output = train(2, *given, "--max-steps=30")
     assert f"{len(old[0])} training, {len(old[1])} validation samples" in output
     assert "has no record" in train(2, *given), "still"
     models = [torch.load(newest(each), weights_only=True)["model"] for each in (whole, tmp_path / "run")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert f"{len(old[1])} validation" in train(1, *given, "--evaluate")
+
+
+class Twice(BatchDataset):
+    """Each image twice, as an owner may write it."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, files: ImageFiles, name: str = "dataset") -> None:
+        self.name = name
+        setattr(self, name, files)
+
+    def __len__(self) -> int:
+        return 2 * len(getattr(self, self.name))
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        files = getattr(self, self.name)
+        return files.__getitems__([index % len(files) for index in indices])
+
+    def prepare(self, batch: Any) -> Any:
+        return getattr(self, self.name).prepare(batch)
+
+
+@fault(49)
+@pytest.mark.parametrize("given", ["files"], indirect=True)
+def test_a_wrapped_training_set_keeps_its_split(given: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it describes. One of an earlier version is refused if only one of the two could keep its split."""
+    found = data.load_datasets(Config.parse([str(word) for word in given]))
+    counts = f"{2 * len(found.train)} training, {len(found.val)} validation samples"
+    for name in ("dataset", "images"):
+        load(monkeypatch, lambda name=name: Datasets(Twice(found.train, name), found.val))
+        output = train(1, *given, "--max-steps=3" if name == "dataset" else "--max-steps=5")
+        assert counts in output and "no record" not in output
+    path = newest(Path(given[-1]))
+    forget(path)
+    error = the_error(train(1, *given, "--max-steps=9", code=2))
+    assert "an earlier version has split the data of this run in another way: name what a wrapper wraps" in error
 
 
 def test_each_class_keeps_a_file_for_training_and_those_without_validation_are_named(

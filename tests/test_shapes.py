@@ -15,7 +15,7 @@ import model
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import load_weights
-from ddp.checkpoint.state import digest
+from ddp.checkpoint.state import FixedShapes, digest
 from ddp.training.wrapping import ModelEma
 from faults import fault
 from processes import train
@@ -158,3 +158,39 @@ def test_a_run_with_an_average_of_bfloat16_resumes_exactly(tmp_path: Path, monke
     assert states(whole) == states(parts)
     content = checkpoint.read(newest(whole))
     assert content["ema"]["0.weight"].dtype == torch.float32 and content["model"]["0.weight"].dtype == torch.bfloat16
+
+
+class Queue(nn.Module):
+    """A buffer that its parent makes as large as that of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("items", torch.empty(0))
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue()
+        self.register_load_state_dict_pre_hook(self._resize)
+
+    @staticmethod
+    def _resize(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
+        module.queue.items.resize_(state[f"{prefix}queue.items"].shape)  # type: ignore[union-attr, operator]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.queue.items.clone()  # type: ignore[operator]
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+class Overridden(Queue):
+    def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
+        raise AssertionError("torch calls it of the root only")
+
+
+def test_shapes_are_free_in_what_loads_in_its_own_way_and_below_it() -> None:
+    model = nn.Sequential(Holder(), Overridden())
+    assert set(FixedShapes({"model": model}).of({"model": model.state_dict()})) == {"1.items"}
+    assert FixedShapes({"model": model[1]}).of({"model": model[1].state_dict()}) == {}

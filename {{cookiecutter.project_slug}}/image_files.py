@@ -68,12 +68,9 @@ class ImageFiles(ImageDataset):
         files = FileList.of(self.samples, str(self.folder))
         return files.keys[files.rows]
 
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | ({"split": "by name"} if self.whole else {})
-
-    def keep(self, described: dict[str, Any]) -> bool:
-        """Split as the version before did, if it has written the checkpoint."""
-        if self.whole is None or "split" in described:
+    def keep(self) -> bool:
+        """Split as the version before did."""
+        if self.whole is None:
             return False
         files, fraction, seed, part = self.whole
         rows = split_by_class(files._all_targets(), fraction, seed)[part]
@@ -189,11 +186,8 @@ class DecodedFiles(ImagesInMemory):
     def keys(self) -> Tensor:
         return self.files.keys()
 
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | self.files.describe()
-
-    def keep(self, described: dict[str, Any]) -> bool:
-        if changed := self.files.keep(described):
+    def keep(self) -> bool:
+        if changed := self.files.keep():
             vars(self).update(vars(DecodedFiles(self.files, self.cache_dir)))
         return changed
 

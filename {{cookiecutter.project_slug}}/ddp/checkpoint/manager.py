@@ -22,7 +22,7 @@ from ddp.core.files import hash_source_files
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.threads import BackgroundJob
-from ddp.data.dataset import BatchDataset, Datasets, describe
+from ddp.data.dataset import BatchDataset, Datasets, describe, with_wrapped
 from ddp.data.loader import TrainLoader
 from ddp.data.samples import Records, changes, compare_ranks
 from ddp.distributed.process_group import DistContext
@@ -59,12 +59,17 @@ class CheckpointManager:
     def check_samples(self, datasets: Datasets) -> None:
         """Record samples of the sets, and keep a split of an earlier version. Call on every rank, before the loaders.
 
-        Raises UsageError if the samples are not the same on all ranks.
+        Raises UsageError if the samples are not the same on all ranks, or if only one of two sets can keep its split.
         """
         self.records = compare_ranks(datasets, self.config, self.ctx)
-        described = self.ctx.on_main(self.directory.described)
-        if described and any([each.keep(described) for each in datasets[:] if isinstance(each, BatchDataset)]):
-            self.records = {}  # of the other split
+        if self.ctx.on_main(self.directory.is_earlier):
+            sets = [[*with_wrapped(each)] for each in (datasets.train, datasets.val) if each is not None]
+            kept = [any([each.keep() for each in wrapped if isinstance(each, BatchDataset)]) for wrapped in sets]
+            if any(kept):  # the next resume keeps it as well, since there is no record
+                self.records = {}
+            if any(kept) and not all(kept):
+                remedy = "name what a wrapper wraps `dataset`, so that its keep() is called, or start a new run"
+                raise UsageError(f"an earlier version has split the data of this run in another way: {remedy}")
 
     def save(self, sync_logs: Callable[[], None]) -> None:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""

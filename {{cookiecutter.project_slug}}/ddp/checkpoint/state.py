@@ -113,8 +113,12 @@ class FixedShapes:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.models = {name: part for name, part in fields.items() if isinstance(part, torch.nn.Module)}
-        self.own = {  # by model, the modules that load in their own way; a first pass may add such a hook to others
-            name: [prefix for prefix, module in model.named_modules() if _loads_in_its_own_way(module)]
+        self.own = {  # by model, what loads in its own way; a first pass may add such a hook to other modules
+            name: tuple(
+                prefix and f"{prefix}."
+                for prefix, module in model.named_modules()
+                if _loads_in_its_own_way(module, is_root=module is model)
+            )
             for name, model in self.models.items()
         }
 
@@ -123,14 +127,17 @@ class FixedShapes:
         shapes = {}
         for name, model in self.models.items():
             weights = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-            for key, value in states.get(name, {}).items():  # not all are tensors: a module may have an extra state
-                if key in weights or key.rpartition(".")[0] not in self.own[name]:
+            for key, value in states.get(name, {}).items():
+                extra = key.endswith("_extra_state")  # of get_extra_state: a module loads it in its own way
+                if key in weights or not (extra or key.startswith(self.own[name])):
                     shapes[key if name == "model" else f"{name}.{key}"] = list(getattr(value, "shape", ()))
         return shapes
 
 
-def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
-    methods = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
+def _loads_in_its_own_way(module: torch.nn.Module, is_root: bool) -> bool:
+    """Or what is in it. torch calls `load_state_dict` of the root only."""
+    names = ("load_state_dict", "_load_from_state_dict")[not is_root :]
+    methods = (getattr(type(module), name) for name in names)
     replaced = any(not method.__module__.startswith("torch.nn.modules.") for method in methods)  # BatchNorm has one
     return replaced or bool(getattr(module, "_load_state_dict_pre_hooks", ()))
 

@@ -118,13 +118,14 @@ class CheckpointDirectory:
         applies = self.config.resume not in RESUME_WORDS and (self.config.evaluate or not self.paths())
         return Path(self.config.resume) if applies else None
 
-    def described(self) -> dict[str, Any]:
-        """What the checkpoint to resume from holds about the data, before it is verified; empty if there is none."""
+    def is_earlier(self) -> bool:
+        """Whether the checkpoint to resume from, which is not verified yet, has no record of the samples."""
         given = self._given()
         for path in self.paths() if given is None else [given]:
             with suppress(Exception):  # it is damaged: `find` reports that
-                return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["dataset"])
-        return {}
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                return content.get("records", "{}") == "{}"
+        return False
 
     def write(self, content: dict[str, Any], *, best: bool) -> None:
         """Write a checkpoint, and best.pt if it is the best; then delete the oldest ones. Raises StorageError."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ddp.core.errors import RankHangs, UsageError, numbered
@@ -23,6 +24,7 @@ from ddp.distributed.stop_sync import StopDecision, StopRequested
 log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 ASK_AFTER_S = ASK_INTERVAL_S = 4.0  # when a wait is so long, where the workers are is asked; and then again
+STOPPED_S = 4 * POLL_INTERVAL_S  # so late, this process did not run
 STOP_AFTER_S = 2.0  # without a sign of life of those that read: a stop need not wait for them
 WARNING_INTERVAL_S = 180.0
 END = object()
@@ -67,7 +69,7 @@ class DataWait:
 
     def _refuse_shared_file(self, error: Exception | None) -> None:
         path = self.workers.shared_file()
-        if path and not path.startswith(os.path.realpath(self.config.output_dir)):  # whose files a thread may read
+        if path and not Path(path).is_relative_to(os.path.realpath(self.config.output_dir)):  # a thread may read those
             remedy = "open it in __getitem__, once per process, or read with os.pread: see docs/data.md"
             raise UsageError(f"{path} was opened before the DataLoader workers, which share it: {remedy}") from error
 
@@ -92,16 +94,18 @@ class DataWait:
     def _watch(self) -> None:
         """In the thread, as all methods below, but `_vote`."""
         waiting = idle_since = asked_at = next_warning = 0.0
+        now = time.monotonic()
         sites: dict[int, str] = {}
         signs: Any = None
         while not self.closed.wait(POLL_INTERVAL_S):
-            began, now = self.began, time.monotonic()
+            began, before, now = self.began, now, time.monotonic()
             if began is None or now - began < self.ask_after_s:
                 continue
-            alive = began != waiting or self._signs_of_life(sites) != signs
+            stood_still = now - before > STOPPED_S  # all of them, as after Ctrl-Z
+            alive = began != waiting or stood_still or self._signs_of_life(sites) != signs
             if began != waiting:
-                waiting = idle_since = began
-                asked_at, next_warning = 0.0, self.config.warn_after
+                waiting, asked_at, next_warning = began, 0.0, self.config.warn_after
+                idle_since = max(began, now - self.ask_after_s - STOPPED_S)
             elif alive:
                 idle_since = now
             if alive and now - asked_at >= ASK_INTERVAL_S:
@@ -110,7 +114,7 @@ class DataWait:
             if alive:  # the question has woken the workers
                 signs = self._signs_of_life(sites)
             idle = now - idle_since
-            if idle >= self.config.timeout:
+            if idle >= self.config.timeout and self.began == began:
                 self._exit(self._reader(sites))
             elif idle >= next_warning:
                 next_warning = idle + WARNING_INTERVAL_S

@@ -99,8 +99,8 @@ class BatchDataset(Dataset):
         """
         return None
 
-    def keep(self, described: dict[str, Any]) -> bool:
-        """Continue with the data that a checkpoint has `described`: an earlier version may have split them otherwise.
+    def keep(self) -> bool:
+        """Continue with the data of an earlier version, which may have split them otherwise.
 
         Returns whether that changes them. Called on every rank, before the loaders are made.
         """
@@ -111,7 +111,7 @@ class BatchDataset(Dataset):
         return None
 
 
-def _with_wrapped(dataset: Any) -> Iterator[Any]:
+def with_wrapped(dataset: Any) -> Iterator[Any]:
     """A dataset, and the one that it wraps, as torch's Subset does, and so on."""
     yield dataset
     while isinstance(dataset := getattr(dataset, "dataset", None), Dataset):
@@ -129,13 +129,13 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 def data_name(dataset: Any) -> str:
     """What the log calls the data: the dataset's `name`, or its class."""
-    found = list(_with_wrapped(dataset))
+    found = list(with_wrapped(dataset))
     return next((each.name for each in found if getattr(each, "name", None)), type(found[-1]).__name__)
 
 
 def classes_of(dataset: Any) -> Sequence[Any]:
     """The `classes` of a dataset; empty if it has none."""
-    classes = next((each.classes for each in _with_wrapped(dataset) if hasattr(each, "classes")), ())
+    classes = next((each.classes for each in with_wrapped(dataset) if hasattr(each, "classes")), ())
     return classes if isinstance(classes, Sequence) else ()
 
 
@@ -144,7 +144,7 @@ def hooks_of(dataset: Any) -> BatchDataset:
 
     Raises UsageError if another class defines a hook: it would be ignored.
     """
-    for each in _with_wrapped(dataset):
+    for each in with_wrapped(dataset):
         for name in ("sampler", "batch_sampler"):
             if hasattr(each, name):
                 raise UsageError(f"{type(each).__name__}.{name} would be ignored: {SAMPLER_REMEDY}")

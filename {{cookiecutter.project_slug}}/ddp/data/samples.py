@@ -4,10 +4,12 @@ A record of some samples of each set is compared on all ranks, and with that in 
 are read in a DataLoader worker, so that no file of a dataset is open here when the workers of the run are forked.
 """
 
+import dataclasses
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -58,7 +60,7 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
             raise SetupError(f"there are no {part} samples: check --data-dir")
-    found.records = _start(_Recorder(_sets(found), config.seed))
+    found.records = _start(_Recorder(_sets(found), config.seed), config)
     return found
 
 
@@ -78,27 +80,47 @@ class _Recorder(Dataset):
     def __getitem__(self, number: int) -> str:
         dataset, count = self.sets[number], len(self.sets[number])
         keys: Any = dataset.keys() if isinstance(dataset, BatchDataset) else None
-        if keys is not None and len(keys) != count:
-            raise UsageError(f"{type(dataset).__name__}.keys() returned {len(keys):,} keys for {count:,} samples")
         if keys is None:
             digest, chosen = "", {derive_seed(self.seed, each) % count for each in range(RECORDED)}
         else:  # the largest of random numbers that belong to the keys: the same ones if others are removed
-            keys = torch.as_tensor(keys).contiguous()
+            keys = numpy.asarray(keys)
+            if keys.dtype.kind not in "iu" or keys.shape != (count,):
+                wanted = f"a number of 64 bits for each of {count:,} samples, such as a hash of its name by hashlib"
+                raise UsageError(f"{type(dataset).__name__}.keys() must return {wanted}")
+            wide = numpy.int64 if keys.dtype.kind == "i" else numpy.uint64
+            keys = torch.from_numpy(keys.astype(wide).view(numpy.int64))
             digest = hashlib.sha256(keys.numpy().data).hexdigest()
             chosen = {*random_bits(derive_seed(self.seed), keys).topk(min(RECORDED, count)).indices.tolist()}
-        reader = SeededReader(dataset, hooks_of(dataset).collate, self.seed, epoch=0)
+        readers = [SeededReader(dataset, each, self.seed, epoch=0) for each in (hooks_of(dataset).collate, list)]
         samples = {}
         for index in sorted(chosen | {0, count - 1}):
-            parts = [_summary(part) for part in leaves(reader.__getitems__([index]))]
+            try:
+                batch = readers[0].__getitems__([index])
+            except UserError:
+                raise
+            except Exception:  # it may need several samples
+                batch = readers[1].__getitems__([index])
+            parts = [_summary(part) for part in _parts(batch)]
             samples[int(keys[index]) if digest else index] = [index, parts]
         return json.dumps({"count": count, "keys": digest, "samples": samples})
 
 
-def _start(recorder: Any) -> Workers:
-    """Start to read the records of all sets."""
+def _start(recorder: _Recorder, config: RunConfig) -> Workers:
+    """Start to read the records of all sets; with --workers 0, in this process, as the run does."""
     forks = multiprocessing.get_start_method() == "fork"  # otherwise data in memory would have to be sent
+    if not forks:  # read copies, in which no file is open: the run has to send the sets to its workers
+        sets = recorder.sets
+        recorder.sets = [each if hooks_of(each).in_memory else pickle.loads(pickle.dumps(each)) for each in sets]
     generator = torch.Generator()  # otherwise iter() would draw from the global one
-    return start_workers(DataLoader(recorder, None, num_workers=int(forks), generator=generator))
+    count = int(forks and config.workers != 0)
+    return start_workers(DataLoader(recorder, None, num_workers=count, generator=generator))
+
+
+def _parts(tree: Any, depth: int = 4) -> Iterator[Any]:
+    """The parts of a batch, also those of a dataclass, and of an object that moves to a device as a whole."""
+    for part in leaves(tree):
+        is_batch = dataclasses.is_dataclass(part) or (hasattr(part, "to") and not isinstance(part, torch.Tensor))
+        yield from _parts(vars(part), depth - 1) if depth and is_batch and hasattr(part, "__dict__") else [part]
 
 
 def _summary(part: Any) -> tuple[str, list[float]]:
@@ -106,7 +128,8 @@ def _summary(part: Any) -> tuple[str, list[float]]:
     if isinstance(part, float):
         part = torch.tensor(part)
     if isinstance(part, numpy.ndarray | numpy.generic) and part.dtype.kind in "biufc":
-        part = torch.from_numpy(numpy.asarray(part))
+        wide = {"f": "float64", "c": "complex128"}.get(part.dtype.kind, part.dtype.newbyteorder("="))
+        part = torch.from_numpy(numpy.ascontiguousarray(part, wide))
     if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized or part.is_nested:
         text = repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__
         return text if len(text) < LONGEST_TEXT else hashlib.sha256(text.encode()).hexdigest(), []
@@ -116,8 +139,9 @@ def _summary(part: Any) -> tuple[str, list[float]]:
     values = flat[:: 1 + len(flat) // LONGEST].double()
     few = len(values) <= FEW
     means = [block.mean().item() for block in values.chunk(FEW if few else BLOCKS) if len(block)]
+    points = values[:0] if few else values[:: len(values) // FEW][:FEW] / 10  # the means of sound are all 0
     scale = values.std(correction=0).item() + max(map(abs, means)) if means else 0.0
-    return f"{part.dtype} {list(part.shape)}", [*means, scale * TOLERANCES[few]]
+    return f"{part.dtype} {list(part.shape)}", [*means, *points.tolist(), scale * TOLERANCES[few]]
 
 
 def _is_same(one: list[Any], other: list[Any]) -> bool:
@@ -147,7 +171,7 @@ def compare_ranks(datasets: Datasets, config: RunConfig, ctx: DistContext) -> Re
     except Exception as error:
         recorder = _Recorder(sets, config.seed)
         on_gpu = "CUDA" in str(error)  # data that no other process can read; others may need the process group
-        texts = [recorder[number] for number in range(len(sets))] if on_gpu else list(_start(recorder).batches)
+        texts = [recorder[number] for number in range(len(sets))] if on_gpu else list(_start(recorder, config).batches)
     ours = dict(zip(sets, map(json.loads, texts), strict=True))
     first, found = ctx.on_main(lambda: ours), ""
     for part, record in ours.items():

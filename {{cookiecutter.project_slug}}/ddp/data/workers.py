@@ -60,7 +60,7 @@ class Workers:
         stack = list(takewhile(lambda frame: frame.name != "_worker_loop", frames))  # what comes before is this process
         if not stack:
             return "does not respond"
-        if any(frame.filename.endswith("multiprocessing/queues.py") for frame in stack):
+        if stack[-1].filename.endswith("multiprocessing/queues.py"):  # the outermost: not a queue of its owner
             return ""
         return f"is at {call_site(stack) or f'{Path(stack[0].filename).name}:{stack[0].lineno} ({stack[0].name})'}"
 
@@ -114,7 +114,7 @@ def start_workers(loader: DataLoader) -> Workers:
     forks = multiprocessing.get_start_method() == "fork"
     timeout = START_TIMEOUT_S if forks else 3600.0  # others import torch first
     stacks = os.fdopen(os.memfd_create("stacks"), "w+b") if forks and hasattr(os, "memfd_create") else None
-    positions = _positions() if forks and loader.num_workers > 1 else {}
+    positions = _positions() if forks and loader.num_workers else {}
     _kill_at_exit(os.getpid())
     while True:
         others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
