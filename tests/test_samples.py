@@ -153,6 +153,7 @@ def test_what_decoders_and_processors_change_is_not_another_sample() -> None:
         (numpy.arange(4) % 2 == 0, numpy.arange(4) % 2 == 1, False),
         (torch.randn(50, dtype=torch.complex64) * 0 + 1j, torch.ones(50, dtype=torch.complex64), False),
         ("a text", "another text", False),
+        ("/here/images/cat/1.png", "/there/images/cat/1.png", True),
         ("a long text " * 50, "a long text " * 49 + "a wrong text", False),
         (numpy.arange(40.0)[::-1], numpy.arange(40.0)[::-1], True),
         (numpy.arange(40, dtype=">i4")[::-1], numpy.arange(40, dtype=">i4"), False),
@@ -346,6 +347,17 @@ def test_a_removed_file_moves_no_other_and_the_run_resumes(given: tuple[Any, ...
     output = train(2, *given)
     removed = f"2 of {len(trained)} training samples; 1 of {len(validates)} validation samples were removed"
     assert f"warning: since step_00000005.pt was written: {removed}: the rest of this epoch is drawn anew" in output
+
+
+@pytest.mark.parametrize("given", ["files"], indirect=True)
+def test_files_that_were_renamed_are_not_removed_ones(given: tuple[Any, ...], folder: Path) -> None:
+    train(1, *given, "--max-steps=3")
+    trained = sorted(parts_of(given)[0])
+    paths = [path for name in trained[20:27] for path in folder.rglob(name)]
+    paths[0].unlink()
+    for path in paths[1:]:
+        path.rename(path.with_name(f"renamed {path.name}"))
+    assert " samples were " in the_error(train(1, *given, code=4))
 
 
 @fault(49)

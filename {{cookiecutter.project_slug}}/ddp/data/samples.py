@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from ddp.distributed.seeds import derive_seed, random_bits
 from ddp.distributed.tensors import checksum, leaves
 
 PARTS = ("training", "validation", "test")
+BUCKETS = 256  # of keys, with the number and the sum of those in each: a key that was added shows
 RECORDED = 8  # samples of each set, chosen by the seed, as well as the first and the last one
 FEW = 16  # numbers of a sample that are compared one by one; of more, the means of BLOCKS
 BLOCKS = 8
@@ -81,7 +83,7 @@ class _Recorder(Dataset):
         dataset, count = self.sets[number], len(self.sets[number])
         keys: Any = dataset.keys() if isinstance(dataset, BatchDataset) else None
         if keys is None:
-            digest, chosen = "", {derive_seed(self.seed, each) % count for each in range(RECORDED)}
+            digest, buckets, chosen = "", [], {derive_seed(self.seed, each) % count for each in range(RECORDED)}
         else:  # the largest of random numbers that belong to the keys: the same ones if others are removed
             keys = numpy.asarray(keys)
             if keys.dtype.kind not in "iu" or keys.shape != (count,):
@@ -89,7 +91,9 @@ class _Recorder(Dataset):
                 raise UsageError(f"{type(dataset).__name__}.keys() must return {wanted}")
             wide = numpy.int64 if keys.dtype.kind == "i" else numpy.uint64
             keys = torch.from_numpy(keys.astype(wide).view(numpy.int64))
-            digest = hashlib.sha256(keys.numpy().data).hexdigest()
+            digest, places = hashlib.sha256(keys.numpy().data).hexdigest(), keys % BUCKETS
+            sums = torch.zeros(BUCKETS, dtype=torch.int64).index_add(0, places, keys)
+            buckets = [*zip(places.bincount(minlength=BUCKETS).tolist(), sums.tolist(), strict=True)]
             chosen = {*random_bits(derive_seed(self.seed), keys).topk(min(RECORDED, count)).indices.tolist()}
         readers = [SeededReader(dataset, each, self.seed, epoch=0) for each in (hooks_of(dataset).collate, list)]
         samples = {}
@@ -102,7 +106,7 @@ class _Recorder(Dataset):
                 batch = readers[1].__getitems__([index])
             parts = [_summary(part) for part in _parts(batch)]
             samples[int(keys[index]) if digest else index] = [index, parts]
-        return json.dumps({"count": count, "keys": digest, "samples": samples})
+        return json.dumps({"count": count, "keys": digest, "buckets": buckets, "samples": samples})
 
 
 def _start(recorder: _Recorder, config: RunConfig) -> Workers:
@@ -131,6 +135,8 @@ def _summary(part: Any) -> tuple[str, list[float]]:
         wide = {"f": "float64", "c": "complex128"}.get(part.dtype.kind, part.dtype.newbyteorder("="))
         part = torch.from_numpy(numpy.ascontiguousarray(part, wide))
     if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized or part.is_nested:
+        if isinstance(part, str) and os.path.isabs(part):  # --data-dir may be another one
+            part = os.path.basename(part)
         text = repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__
         return text if len(text) < LONGEST_TEXT else hashlib.sha256(text.encode()).hexdigest(), []
     if part.dtype == torch.bool or (part.dtype in INTEGERS and (part.dtype != torch.uint8 or part.numel() <= FEW)):
@@ -185,6 +191,12 @@ def compare_ranks(datasets: Datasets, config: RunConfig, ctx: DistContext) -> Re
     return ours
 
 
+def _has_new_keys(one: Record, other: Record) -> bool:
+    """Whether a bucket of keys has more than it had, or others."""
+    pairs = zip(one["buckets"], other["buckets"], strict=True)
+    return any(now > was or (now == was and a != b) for (now, a), (was, b) in pairs)
+
+
 def changes(ours: Records, theirs: Records) -> tuple[list[str], list[str]]:
     """How the data differ from those of a checkpoint, as texts; and what was only removed from them."""
     changed, removed = [], []
@@ -193,6 +205,7 @@ def changes(ours: Records, theirs: Records) -> tuple[list[str], list[str]]:
         fewer = other["count"] - one["count"]
         missing = len(other["samples"].keys() - one["samples"].keys())
         indices, keyed = _different(one, other), one["keys"] and other["keys"]
+        keyed = keyed and not _has_new_keys(one, other)
         if fewer > 0 and keyed and not indices and missing <= min(fewer, len(other["samples"]) - 1):
             removed.append(f"{fewer:,} of {other['count']:,} {part} samples")
         elif fewer:
