@@ -85,6 +85,8 @@ class _Recorder(Dataset):
         if keys is None:
             digest, buckets, chosen = "", [], {derive_seed(self.seed, each) % count for each in range(RECORDED)}
         else:  # the largest of random numbers that belong to the keys: the same ones if others are removed
+            if isinstance(keys, list | tuple) and all(isinstance(key, int) for key in keys):
+                keys = numpy.array([key % (1 << 64) for key in keys], numpy.uint64)  # with or without a sign
             keys = numpy.asarray(keys)
             if keys.dtype.kind not in "iu" or keys.shape != (count,):
                 wanted = f"a number of 64 bits for each of {count:,} samples, such as a hash of its name by hashlib"
