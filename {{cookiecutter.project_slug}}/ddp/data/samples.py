@@ -112,13 +112,14 @@ class _Recorder(Dataset):
 
 
 def _start(recorder: _Recorder, config: RunConfig) -> Workers:
-    """Start to read the records of all sets; with --workers 0, in this process, as the run does."""
+    """Start to read the records of all sets; with --workers 0, files are read in this process, as in the run."""
     forks = multiprocessing.get_start_method() == "fork"  # otherwise data in memory would have to be sent
     if not forks:  # read copies, in which no file is open: the run has to send the sets to its workers
         sets = recorder.sets
         recorder.sets = [each if hooks_of(each).in_memory else pickle.loads(pickle.dumps(each)) for each in sets]
     generator = torch.Generator()  # otherwise iter() would draw from the global one
-    count = int(forks and config.workers != 0)
+    in_memory = all(hooks_of(each).in_memory for each in recorder.sets)
+    count = int(forks and (in_memory or config.workers != 0))
     return start_workers(DataLoader(recorder, None, num_workers=count, generator=generator))
 
 
