@@ -19,9 +19,9 @@ import data
 import model as task
 from config import Config
 from ddp.data.dataset import hooks_of
-from ddp.data.loader import EVALUATION
+from ddp.data.loader import EVALUATION, Movable, _move
 from ddp.distributed.process_group import Work
-from ddp.distributed.tensors import CpuStreams, map_tensors
+from ddp.distributed.tensors import map_tensors
 from ddp.training.meter import Meter
 from ddp.training.wrapping import autocast
 
@@ -62,7 +62,7 @@ def put_on_gpu(network: torch.nn.Module, fake: FakeTensorMode) -> None:
 
 def compute(config: Config, hooks: Any, batch: Any, network: torch.nn.Module, fake: FakeTensorMode, epoch: int) -> None:
     """What main.py does with a batch: move, augment, prepare, mix, forward, loss, totals. Backward needs a driver."""
-    (batch,) = CpuStreams(GPU).upload([map_tensors(batch, fake.from_tensor)])
+    batch = _move(map_tensors(batch, fake.from_tensor), GPU, Movable)
     if epoch != EVALUATION:
         batch = hooks.augment(batch, epoch)
     inputs, targets = hooks.prepare(batch)

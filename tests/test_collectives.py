@@ -26,7 +26,7 @@ from template_copy import small_template
 from config import Config
 from ddp.core.errors import numbered
 from ddp.core.files import PROJECT_DIR
-from ddp.core.stacks import call_site, dump_stacks, is_owner_file, main_stack
+from ddp.core.threads import call_site, dump_stacks, is_owner_file, main_stack
 from ddp.distributed import rank_reports, stop_sync
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import (
@@ -261,7 +261,7 @@ def test_a_rank_that_does_not_come(edited: Callable[..., Edited], case: str) -> 
         hang += "                if ctx.rank == 1:\n                    __import__('time').sleep(3600)\n"
         hang += "                return super().__getitems__(indices)\n\n        datasets.train.__class__ = Hangs\n"
         main = edited("        train_loader = TrainLoader", hang + "        train_loader = TrainLoader")
-        site = f"{main.at('sleep(3600)')}, called from {main.at('in enumerate(mean.read(batches')}"
+        site = f"{main.at('sleep(3600)')}, called from {main.at('in enumerate(batches')}"
     else:
         code = "while True: pass"
         main = edited(ADVANCE, on_rank_0(code).replace("rank == 0", "rank == 1") + ADVANCE)

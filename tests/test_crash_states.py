@@ -29,10 +29,9 @@ from config import Config
 from crash_runs import WAYS, options
 from crash_states import Disk, Files, operations, record
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.state import digest
 from ddp.checkpoint.storage import CheckpointDirectory
 from ddp.core.files import read_status
-from ddp.distributed.tensors import map_named
+from ddp.distributed.tensors import digest, map_named
 from ddp.parts.monitor.ledger import Ledger
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.run import Run

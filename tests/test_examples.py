@@ -29,7 +29,7 @@ from template_copy import shrink
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.core.files import PROJECT_DIR
-from ddp.distributed.shards import whole_tree
+from ddp.distributed.tensors import whole_tree
 from ddp.training.schedule import Schedule
 from images import ImageTransforms
 

@@ -42,7 +42,7 @@ from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.rank_reports import Collective, RankReports, Report, backend_of, collective_count
 from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync, largest
-from ddp.distributed.tensors import CpuStreams, Mark
+from ddp.distributed.tensors import Mark, Streams
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.run import Run
 from faults import FAULTS, IN_PROJECT, NOT_SHOWN, fault
@@ -476,7 +476,7 @@ class SlowMark(Mark):
         time.sleep(max(0.0, self.at - time.monotonic()))
 
 
-class SlowStreams(CpuStreams):
+class SlowStreams(Streams):
     """A GPU that is given its work at once, and takes `step_s` for each step."""
 
     def __init__(self, step_s: float) -> None:
@@ -865,7 +865,7 @@ def test_a_gpu_that_waits_for_another_rank_longer_than_the_timeout_ends_the_run(
 ) -> None:
     """Here a mark that is never reached takes the place of the GPU, and a C call that of the main thread in CUDA."""
 
-    class Stuck(CpuStreams):
+    class Stuck(Streams):
         def mark(self) -> Mark:
             return SlowMark(time.monotonic(), 1e9)
 

@@ -34,7 +34,6 @@ import data
 import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.state import digest
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
 from ddp.core.files import hash_source_files, write_status
 from ddp.core.run_config import ELASTIC_VARIABLE
@@ -44,6 +43,7 @@ from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
 from ddp.distributed.rank_env import Launcher, RankEnv, find_rank_env, first_host
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, identify_gpus
+from ddp.distributed.tensors import digest
 from ddp.entrypoint import run_main
 from ddp.entrypoint.run_main import SpawnSignals, join, run_as_rank
 from ddp.launcher.launch_node import LaunchOptions, NodeAgent

@@ -23,7 +23,6 @@ import main
 import model
 from config import Config
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.state import digest
 from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.loader import EvalLoader, TrainLoader
@@ -31,7 +30,7 @@ from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import Launcher
 from ddp.distributed.seeds import derive_seed
-from ddp.distributed.tensors import map_tensors
+from ddp.distributed.tensors import digest, map_tensors
 from ddp.training.meter import Meter
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import ModelEma, wrap_model

@@ -27,15 +27,13 @@ import compare
 import main
 from config import Config
 from ddp.checkpoint import storage
-from ddp.checkpoint.archive import write
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import init_weights, load_checkpoint
-from ddp.checkpoint.state import snapshot
-from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint
+from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, write
 from ddp.core.errors import CheckpointError, PeerLost, UsageError
 from ddp.core.files import PROJECT_DIR, TMP_PATTERN
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import local, whole, whole_tree
+from ddp.distributed.tensors import local, snapshot, whole, whole_tree
 from ddp.parts.fsdp import merge, rank_files
 from ddp.parts.fsdp.rank_files import RankFiles
 from ddp.parts.fsdp.rows_folder import RowsFolder, folder_of

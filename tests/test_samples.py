@@ -24,7 +24,7 @@ import images
 import main
 import model
 from config import Config
-from ddp.checkpoint import archive
+from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, Datasets
 from ddp.data.samples import _is_same, _parts, _Recorder, _summary, check_datasets
@@ -305,7 +305,7 @@ def forget(path: Path) -> None:
     """Make of a checkpoint one of an earlier version, which held no record of samples."""
     content = torch.load(path, weights_only=True)
     del content["records"]
-    archive.write(path, content)
+    storage.write(path, content)
 
 
 # ---- folders of images ----------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import model
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import load_weights
-from ddp.checkpoint.state import FixedShapes, digest
+from ddp.checkpoint.state import FixedShapes
+from ddp.distributed.tensors import digest
 from ddp.training.wrapping import ModelEma
 from faults import fault
 from processes import train

@@ -25,7 +25,7 @@ from ddp.core.errors import CheckpointError, UsageError
 from ddp.core.process_exit import translate_exception
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.shards import is_split, local, whole, whole_tree
+from ddp.distributed.tensors import is_split, local, whole, whole_tree
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.parts.fsdp.blocks import find_blocks, group_blocks
 from ddp.parts.fsdp.building import build_in_turn
@@ -106,7 +106,7 @@ def test_sharded_training_equals_ddp_bit_for_bit(tmp_path: Path, monkeypatch: py
 
 def test_tied_weights_stay_one_in_a_checkpoint() -> None:
     def snapshot_of(ctx: DistContext) -> Any:
-        from ddp.checkpoint.state import snapshot
+        from ddp.distributed.tensors import snapshot
 
         torch.manual_seed(0)
         model = Tied()

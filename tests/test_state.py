@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ddp.checkpoint.state import TrainState, check_state, snapshot
+from ddp.checkpoint.state import TrainState
 from ddp.core.errors import differences
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_reports import Collective, Report
-from ddp.distributed.tensors import CpuStreams, map_tensors
+from ddp.distributed.tensors import Streams, check_state, map_tensors, snapshot
 
 
 class Pair(NamedTuple):
@@ -27,7 +27,7 @@ def test_a_named_tuple_stays_one_when_its_tensors_are_mapped() -> None:
 
 def test_tied_weights_are_one_tensor_in_a_snapshot_and_slices_are_not() -> None:
     weight = torch.arange(4.0)
-    copy, _ = snapshot({"a": weight, "b": weight, "half": weight[:2]}, CpuStreams(torch.device("cpu")))
+    copy, _ = snapshot({"a": weight, "b": weight, "half": weight[:2]}, Streams(torch.device("cpu")))
     assert copy["a"] is copy["b"] is not weight and copy["half"].tolist() == [0, 1]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp.checkpoint.state import snapshot
-from ddp.distributed.tensors import CpuStreams, CudaStreams
+from ddp.data.loader import upload
+from ddp.distributed.tensors import Streams, snapshot
 
 CPU = torch.device("cpu")
 
@@ -78,9 +78,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
+def of_gpu() -> Streams:
+    """Those of a GPU, with the stream of `log`."""
+    streams = Streams(CPU)
+    streams.copies = torch.cuda.Stream()
+    return streams
+
+
 def test_the_next_batch_is_copied_while_the_device_computes_with_this_one(log: Log) -> None:
-    streams, found = CudaStreams(CPU), []
-    for batch in streams.upload(iter([torch.tensor(0), torch.tensor(1)])):
+    found = []
+    for batch in upload(iter([torch.tensor(0), torch.tensor(1)]), of_gpu()):
         found.append(batch.item())
         log.append(f"compute: step {batch.item()}")
     assert found == [0, 1]
@@ -101,14 +108,14 @@ def test_an_object_that_moves_itself_moves_on_the_stream_that_computes(log: Log)
             log.append(f"{log.current}: an object")
             return "moved"
 
-    ((moved, _),) = CudaStreams(CPU).upload([(Batch(), torch.tensor(1))])
+    ((moved, _),) = upload([(Batch(), torch.tensor(1))], of_gpu())
     assert moved == "moved"
     assert "compute: an object" in log and "copies: an object" not in log
 
 
 def test_a_save_copies_on_its_own_stream_and_later_steps_wait_for_it(log: Log) -> None:
     state = {"weights": torch.tensor([1.0, 2.0]), "step": 3}
-    copy, copied = snapshot(state, CudaStreams(CPU))
+    copy, copied = snapshot(state, of_gpu())
     assert copy["step"] == 3 and copy["weights"].tolist() == [1.0, 2.0]
     assert copy["weights"].data_ptr() != state["weights"].data_ptr()  # type: ignore[attr-defined]
     before, copying, record, wait = log
@@ -119,7 +126,7 @@ def test_a_save_copies_on_its_own_stream_and_later_steps_wait_for_it(log: Log) -
 
 
 def test_a_cpu_has_reached_every_mark() -> None:
-    streams = CpuStreams(CPU)
+    streams = Streams(CPU)
     assert streams.mark().reached() and streams.mark().wait() is None
     batches = [{"a": torch.ones(2)}, {"a": torch.zeros(2)}]
-    assert [batch["a"].tolist() for batch in streams.upload(batches)] == [[1, 1], [0, 0]]
+    assert [batch["a"].tolist() for batch in upload(batches, streams)] == [[1, 1], [0, 0]]

@@ -71,7 +71,7 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
         ("ddp.training.schedule", "ddp.entrypoint.run_main"),
         ("ddp.entrypoint.run_main", "ddp.training.meter"),
         ("ddp.training.run", "ddp.parts.mirror.mirror"),
-        ("ddp.core.callbacks", "ddp.parts.monitor.guard"),
+        ("ddp.core.parts", "ddp.parts.monitor.guard"),
         ("ddp.parts.mirror.callback", "ddp.parts.monitor.ledger"),
         ("ddp.launcher.node_record", "ddp.distributed.rank_env"),
         ("ddp.distributed.store", "ddp.launcher.launch_node"),

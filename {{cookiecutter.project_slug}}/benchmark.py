@@ -58,7 +58,7 @@ from ddp.core.errors import UsageError
 from ddp.core.host import available_cores
 from ddp.core.options import OptionParser, flag_of, number
 from ddp.core.parts import of_parts
-from ddp.data.loader import TrainLoader
+from ddp.data.loader import Step, TrainLoader
 from ddp.data.samples import check_datasets
 from ddp.distributed.process_group import DistContext, check_backend, init_distributed
 from ddp.distributed.rank_env import RankEnv, find_rank_env
@@ -156,7 +156,7 @@ class Trainer:
 
     def step(self, batch: Any, all_reduce: bool = True) -> None:
         inputs, targets = batch
-        mean = LossMean(self.mean_of, self.config, self.ctx)
+        mean = LossMean(self.mean_of, Step([batch]), self.config, self.ctx)
         with accumulate(self.trained, last=all_reduce):
             with autocast(self.config, self.ctx):
                 outputs = self.task.forward(self.trained, inputs, targets)

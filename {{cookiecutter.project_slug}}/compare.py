@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.state import digest
 from ddp.core.parts import of_parts
-from ddp.distributed.shards import whole_tree
-from ddp.distributed.tensors import named_leaves
+from ddp.distributed.tensors import digest, named_leaves, whole_tree
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
 OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint

@@ -74,8 +74,8 @@ def main(config: Config, rank_env: RankEnv) -> None:
 
 def compute_gradients(ddp_model: Any, training: Training, batches: Any, config: Config, ctx: DistContext) -> bool:
     """Forward and backward, --grad-accum-steps times. The last pass averages over the ranks. False: no gradients."""
-    mean = LossMean(task, config, ctx)  # over passes and ranks; model.py may define loss_terms
-    for number, (inputs, targets) in enumerate(mean.read(batches), start=1):
+    mean = LossMean(task, batches, config, ctx)  # over passes and ranks; model.py may define loss_terms
+    for number, (inputs, targets) in enumerate(batches, start=1):
         with accumulate(ddp_model, last=number == config.grad_accum_steps):
             with autocast(config, ctx):
                 outputs = task.forward(ddp_model, inputs, targets)

@@ -35,11 +35,11 @@ from ddp.core.errors import ExitCode, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
 from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
-from ddp.data.reader import SeededReader, same
+from ddp.data.reader import SeededReader, hand_over, same
 from ddp.data.sampler import Shuffled
-from ddp.data.workers import hand_over, start_workers
-from ddp.distributed.shards import whole as whole_tensor
+from ddp.data.workers import start_workers
 from ddp.distributed.tensors import map_tensors
+from ddp.distributed.tensors import whole as whole_tensor
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
 

@@ -21,7 +21,7 @@ from ddp.data.loader import TrainLoader
 from ddp.distributed.process_group import init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything
-from ddp.distributed.shards import local
+from ddp.distributed.tensors import local
 from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
 from ddp.training.run import build, prepare

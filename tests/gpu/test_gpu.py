@@ -179,10 +179,10 @@ def test_save(project: Project, answer: Answer) -> None:
     """How long does a save stop the GPU?"""
     code = """
         import time, torch
-        from ddp.checkpoint.state import snapshot
-        from ddp.distributed.tensors import streams_of
+        from ddp.distributed.tensors import snapshot
+        from ddp.distributed.tensors import Streams
         device = torch.device("cuda", 0)
-        streams, state = streams_of(device), {"weights": [torch.randn(1 << 26, device=device) for _ in range(8)]}
+        streams, state = Streams(device), {"weights": [torch.randn(1 << 26, device=device) for _ in range(8)]}
         for _ in range(2):  # the first time, the pinned memory is allocated
             copy = None
             torch.cuda.synchronize()

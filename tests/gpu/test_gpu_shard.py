@@ -11,7 +11,7 @@ from gpu_project import DEVICE, Project
 from outputs import lines, newest, weights_and_momentum
 
 from ddp.checkpoint import storage
-from ddp.distributed.shards import whole_tree
+from ddp.distributed.tensors import whole_tree
 
 Answer = Callable[[str], None]
 FAST = ("--batch-size", 64, "--log-every", 10, "--max-steps", 30, "--deterministic")

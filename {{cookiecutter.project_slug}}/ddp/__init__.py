@@ -10,7 +10,7 @@
     parts/        what only some projects need: parts.py lists what this one has
 
 A room imports only rooms above it; launcher imports core alone. Nothing in here imports main, model, data or config.
-The others do not import parts/, but call its Callbacks: see core/callbacks.py.
+The others do not import parts/, but call its Callbacks: see core/parts.py.
 """
 
 __version__ = "1.0.0"  # of ddp-template; name it in bug reports

@@ -7,8 +7,7 @@ from typing import Any
 
 from compare import differences, metrics_lines, newest
 from ddp.checkpoint import storage as checkpoint
-from ddp.checkpoint.state import digest
-from ddp.distributed.shards import whole_tree
+from ddp.distributed.tensors import digest, whole_tree
 
 __all__ = ["assert_same_run", "checkpoints", "free_port", "lines", "newest", "status", "weights_and_momentum"]
 

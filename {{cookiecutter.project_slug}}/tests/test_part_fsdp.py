@@ -9,7 +9,7 @@ from processes import train
 
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
-from ddp.distributed.shards import whole_tree
+from ddp.distributed.tensors import whole_tree
 from ddp.parts.fsdp import merge
 
 OPTIONS = ["--dataset", "synthetic", "--batch-size", 16, "--log-every", 1, "--checkpoint-every", 2]

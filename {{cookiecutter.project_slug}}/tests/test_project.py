@@ -19,9 +19,9 @@ from torch.utils.data import Subset
 import data
 import model
 from config import Config
-from ddp.checkpoint.state import digest
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
+from ddp.distributed.tensors import digest
 from ddp.training.meter import Meter
 from rehearse import Rehearsal
 

@@ -13,21 +13,35 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.archive import InvalidCheckpoint
-from ddp.checkpoint.state import FixedShapes, TrainState, check_parts, check_state, digest, run_differences, snapshot
-from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
-from ddp.core.callbacks import WriteRest
+from ddp.checkpoint.state import (
+    FixedShapes,
+    TrainState,
+    check_parts,
+    data_differences,
+    run_differences,
+    scale_change,
+)
+from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
 from ddp.core.files import hash_source_files
+from ddp.core.parts import WriteRest
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.threads import BackgroundJob
 from ddp.data.dataset import BatchDataset, Datasets, describe, with_wrapped
 from ddp.data.loader import TrainLoader
-from ddp.data.samples import Records, changes, compare_ranks
+from ddp.data.samples import Records, compare_ranks
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import is_split, local, split_like
-from ddp.distributed.tensors import checksum, map_tensors, named_leaves
+from ddp.distributed.tensors import (
+    check_state,
+    checksum,
+    digest,
+    is_split,
+    local,
+    named_leaves,
+    snapshot,
+    split_like,
+)
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # a job script may set it: a file that exists once there is a checkpoint
@@ -110,12 +124,10 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk; raise on every rank what writing it raised. Call on every rank."""
-        while not self.ctx.on_main(self.writer.finish, self.config.timeout / 4):  # see wait_on_main
-            if self.writer.error is not None:  # this rank could not even tell rank 0
-                raise self.writer.error
+        self.ctx.wait_on_main(self.writer)
         self.writer.done.wait()  # what other ranks write is on disk by now
-        if self.last_step is not None:
-            self._report_saved(self.last_step)
+        if self.last_step is not None:  # rank 0 has reported the rest
+            process_exit.record_saved(self.last_step)
 
     def _report_saved(self, step: int) -> None:
         if self.ctx.rank == 0 and (path := os.environ.get(SAVED_FILE_VARIABLE)):
@@ -152,13 +164,13 @@ class CheckpointManager:
             if not (part.is_meta or local(part).isfinite().all())
         ]
 
-    def resume(self, train_loader: TrainLoader, state: Mapping[str, Any]) -> str | None:
-        """Load `state` from the checkpoint of --resume, if any, and return its path; save `state` from then on.
+    def resume(self, train_loader: TrainLoader, fields: Mapping[str, Any]) -> str | None:
+        """Load `fields` from the checkpoint of --resume, if any, and return its path; save them from then on.
 
-        Parts that are None are left out. A part may have a method before_save(), which every save calls on all ranks.
+        Those that are None are left out. One may have a method before_save(), which every save calls on all ranks.
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
-        self.fields = {name: part for name, part in state.items() if part is not None}
+        self.fields = {name: part for name, part in fields.items() if part is not None}
         check_parts(self.fields, self._reserved())
         models = [name for name, part in self.fields.items() if isinstance(part, torch.nn.Module)]
         self.facts |= {
@@ -173,8 +185,7 @@ class CheckpointManager:
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.fixed = FixedShapes(self.fields)
         self.shapes = self.fixed.of(states)
-        shapes = map_tensors(states, lambda tensor: torch.empty(tensor.shape, device="meta"))
-        content, receive = self._read_on_main(partial(self._find, shapes), states)
+        content, receive = self._read_on_main(partial(self._find, states), states)
         del states  # a part may replace its tensors
         if content:
             train_loader.keep_order(content.get("dataset", {}))
@@ -256,7 +267,8 @@ class CheckpointManager:
         parts = {name: content[name] for name in content if name not in self._reserved()}
         ours = {**facts, "parts": states, "shapes": self.shapes}
         theirs = {**content, "parts": parts, "shapes": self.fixed.of(parts)}
-        if found := run_differences(config, ours, theirs) or self._data_differences(content):
+        samples = self.records, facts["samples"]
+        if found := run_differences(config, ours, theirs) or data_differences(config, *samples, content):
             verb, remedy = "evaluate", "choose another checkpoint with --resume"
             if not config.evaluate:
                 verb = "resume from"
@@ -267,7 +279,7 @@ class CheckpointManager:
             log.warning(
                 f"warning: {plural(then, 'process', 'es')} wrote this checkpoint, this run has {facts['world_size']}: "
                 f"each sample of the epoch is still used once, but the results are not bit for bit those of {then}; "
-                f"{_scale_change(ours, theirs)}"
+                f"{scale_change(ours, theirs)}"
             )
         if edited := differences(facts["sources"], content["sources"], "{name}"):
             effect = "run uses the new code from here on; for a new run, choose another --output-dir"
@@ -279,23 +291,6 @@ class CheckpointManager:
         if path.parent != self.directory.path:
             content["started_from"] = os.path.realpath(path)
         return content
-
-    def _data_differences(self, content: Mapping[str, Any]) -> list[str]:
-        """How the data differ from those of a checkpoint, unless that is accepted, or samples were only removed."""
-        if self.config.evaluate:  # of other samples, if its user likes
-            return []
-        counts = [{"training": {"count": each["samples"], "keys": "", "samples": {}}} for each in (self.facts, content)]
-        ours, theirs, path = self.records, json.loads(content.get("records", "{}")), Path(content["path"])
-        if not (ours and theirs):
-            log.warning(f"warning: {path.name} has no record of the samples: only their number was compared")
-            ours, theirs = counts
-        changed, removed = changes(ours, theirs)
-        accepted = changed if self.config.accept_changed_data else []
-        for texts, how in ((removed, "were removed"), (accepted, "(--accept-changed-data)")):
-            if texts:
-                order = "the rest of this epoch is drawn anew"
-                log.warning(f"warning: since {path.name} was written: {first_few(texts)} {how}: {order}")
-        return [] if accepted else [f"{text} (--accept-changed-data continues with them)" for text in changed]
 
     def _load(self, content: Mapping[str, Any], receive: Callable[[str], Any]) -> None:
         vars(self.train_state).update(vars(TrainState.of(content)))
@@ -324,14 +319,3 @@ class CheckpointManager:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error
-
-
-def _scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What another number of processes changes. The arguments are those of run_differences."""
-    rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
-    pairs = {"global batch": (ours["global_batch"], theirs["global_batch"]), "learning rate": rates}
-    known = {name: (now, before) for name, (now, before) in pairs.items() if None not in (now, before)}
-    return ", ".join(
-        f"the {name} was {before:.9g}, is {now:.9g}" if now != before else f"the {name} is still {now:.9g}"
-        for name, (now, before) in known.items()
-    )

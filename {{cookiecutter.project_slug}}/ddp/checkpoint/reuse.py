@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.archive import InvalidCheckpoint, verify
 from ddp.checkpoint.state import FixedShapes
-from ddp.checkpoint.storage import CheckpointDirectory, read_on_main
+from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main, verify
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
 from ddp.core.run_config import RESUME_WORDS, Config, RunConfig
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state, seed_everything
-from ddp.distributed.shards import local, split_like, whole_tree
+from ddp.distributed.tensors import local, split_like, whole_tree
 
 log = logging.getLogger(__name__)
 # Which options an evaluation takes from its checkpoint: those that loss and data depend on.

@@ -1,22 +1,22 @@
-"""State in memory: the progress of a run; copy state for a checkpoint, reduce it to a digest, compare it with a run."""
+"""The progress of a run; whether a checkpoint belongs to it."""
 
-import hashlib
+import json
+import logging
 import math
 import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp.core.errors import UsageError, differences
+from ddp.core.errors import UsageError, differences, first_few
 from ddp.core.options import REMOVED, flag_of
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
-from ddp.distributed.shards import is_split, local, whole
-from ddp.distributed.tensors import Copy, CpuStreams, Mark, map_named, named_leaves
+from ddp.data.samples import Records, changes
 
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -59,50 +59,6 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
             raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
-
-
-def check_state(state: Any) -> None:
-    """Raise TypeError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
-    for keys, part in named_leaves(state):
-        if part.is_meta if isinstance(part, torch.Tensor) else type(part) not in PLAIN_TYPES:
-            name = "state" + "".join(f"[{key!r}]" for key in keys)
-            what = "is on the device meta" if isinstance(part, torch.Tensor) else f"is of {type(part)}"
-            raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor or a plain number")
-
-
-def snapshot(state: Any, streams: CpuStreams, keep: bool = True) -> tuple[Any, Mark]:
-    """A copy of `state` in host memory, and when it is complete. Call on every rank: tensors may be split.
-
-    keep: False on the ranks that only send their rows.
-    """
-    copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
-
-    def copy_once(copy: Copy, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:  # a part writes what belongs there
-            return tensor
-        # Not the data_ptr of a DTensor, which is always 0, as is that of a rank without rows.
-        own = local(tensor.detach())
-        place = own.data_ptr() or own.untyped_storage().data_ptr() or id(tensor)
-        key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if key not in copies:
-            everything = whole(tensor.detach())
-            copies[key] = copy(everything) if keep else torch.empty(0)
-        return copies[key]
-
-    return streams.download(lambda copy: map_named(state, partial(copy_once, copy)))
-
-
-def digest(state: Any) -> str:
-    """SHA-256 of everything in `state`, tensors by their bytes."""
-    result = hashlib.sha256()
-    for keys, part in named_leaves(state):
-        if isinstance(part, torch.Tensor):
-            result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
-            if not is_split(part):  # the ranks have different rows
-                result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        else:
-            result.update(f"{keys}{part!r}".encode())
-    return result.hexdigest()
 
 
 class FixedShapes:
@@ -179,3 +135,35 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
 
     texts = "{name} was {second}, is {first}", "{name} is not in the checkpoint", "{name} is in the checkpoint only"
     return found + differences(outline(ours), outline(theirs), *texts)
+
+
+def scale_change(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """What another number of processes changes. The arguments are those of run_differences."""
+    rates = [facts["parts"].get("schedule", {}).get("peak_lr") for facts in (ours, theirs)]
+    pairs = {"global batch": (ours["global_batch"], theirs["global_batch"]), "learning rate": rates}
+    known = {name: (now, before) for name, (now, before) in pairs.items() if None not in (now, before)}
+    return ", ".join(
+        f"the {name} was {before:.9g}, is {now:.9g}" if now != before else f"the {name} is still {now:.9g}"
+        for name, (now, before) in known.items()
+    )
+
+
+def data_differences(config: RunConfig, ours: Records, samples: int, content: Mapping[str, Any]) -> list[str]:
+    """How the data differ from those of a checkpoint, unless that is accepted, or samples were only removed.
+
+    ours: the records of this run, and `samples` the number of its training samples.
+    """
+    if config.evaluate:  # of other samples, if its user likes
+        return []
+    theirs, path = json.loads(content.get("records", "{}")), Path(content["path"])
+    if not (ours and theirs):
+        log.warning(f"warning: {path.name} has no record of the samples: only their number was compared")
+        numbers = (samples, content["samples"])
+        ours, theirs = ({"training": {"count": count, "keys": "", "samples": {}}} for count in numbers)
+    changed, removed = changes(ours, theirs)
+    accepted = changed if config.accept_changed_data else []
+    for texts, how in ((removed, "were removed"), (accepted, "(--accept-changed-data)")):
+        if texts:
+            order = "the rest of this epoch is drawn anew"
+            log.warning(f"warning: since {path.name} was written: {first_few(texts)} {how}: {order}")
+    return [] if accepted else [f"{text} (--accept-changed-data continues with them)" for text in changed]

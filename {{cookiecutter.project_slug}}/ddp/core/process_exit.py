@@ -19,7 +19,7 @@ from typing import NoReturn
 from ddp.core.errors import PeerFailed, PeerLost, SetupError, Stopped, UsageError, exit_code_of, one_line, print_line
 from ddp.core.files import atomic_write
 from ddp.core.parts import of_parts
-from ddp.core.stacks import is_owner_file
+from ddp.core.threads import is_owner_file
 
 FAILURE_KEY = "failure"  # of the store of the ranks
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -132,10 +132,7 @@ def translate_exception(error: BaseException) -> BaseException:
     if disconnected or (isinstance(error, RuntimeError) and text.startswith("DataLoader worker")):
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
     if GPU_FAULT.search(text):  # a restart may help: the driver no longer uses the damaged memory
-        gpu, remedy = (
-            f"the GPU of rank {process_exit.rank}",
-            "if a restart fails as well, leave this machine out",
-        )
+        gpu, remedy = f"the GPU of rank {process_exit.rank}", "if a restart fails as well, leave this machine out"
         return PeerLost(f"{gpu} on {socket.gethostname()} failed ({text.splitlines()[0]}): {remedy}")
     if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
         lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
@@ -156,6 +153,18 @@ def translate_exception(error: BaseException) -> BaseException:
         remedy = "lower --batch-size and raise --grad-accum-steps by the same factor"
         return SetupError(f"out of GPU memory ({reason}): {remedy}")
     return error
+
+
+def exit_code_of_run(run: Callable[[], None]) -> int:
+    """Run all that this rank does; report how it ended. Returns the exit code."""
+    try:
+        run()
+    except BaseException as error:
+        process_exit.error = error
+        return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
+    process_exit.agree(0)
+    tell_launcher("done", "")
+    return 0
 
 
 def kill_workers() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp.core.errors import PeerLost, QuitImmediately, Stopped, UserError
 from ddp.core.process_exit import process_exit
-from ddp.core.stacks import dump_stacks
+from ddp.core.threads import dump_stacks
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -4,10 +4,10 @@ BatchDataset in dataset.py lists the steps of a batch, from the disk to the mode
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -15,15 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.data_wait import DataWait
 from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
-from ddp.data.reader import SeededReader
+from ddp.data.reader import SeededReader, hand_over
 from ddp.data.sampler import ResumableSampler, Shuffled
-from ddp.data.workers import hand_over, start_workers
+from ddp.data.workers import DataWait, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
 from ddp.distributed.stop_sync import StopRequested
-from ddp.distributed.tensors import leaves, map_tensors
+from ddp.distributed.tensors import Streams, leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: torch starts new tensors at multiples of it
 MAX_WORKERS = 8  # per process, unless --workers asks for more
@@ -63,13 +62,31 @@ class _Loader:
             persistent_workers=False,  # True would keep the order of an earlier epoch after a resume
         )
         missing = len(indices)
-        for chunk in self.ctx.streams.upload(DataWait(self.config, self.ctx, start_workers(loader))):  # move
+        workers = start_workers(loader)  # and iter(loader)
+        watched = DataWait(self.config, self.ctx, workers)  # the same batches; it ends a run that waits too long
+        for chunk in upload(watched, self.ctx.streams):  # move
             missing -= 1
             if epoch != EVALUATION:
                 chunk = self.hooks.augment(chunk, epoch)  # augment
             yield self.hooks.prepare(chunk)  # prepare
         if missing:
             raise PeerLost(f"the DataLoader of rank {self.ctx.rank} lost {missing} of {len(indices)} batches")
+
+
+class Step(Iterator[Any]):
+    """The batches of one optimizer step, each once."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.unread = iter(batches)
+
+    def __next__(self) -> Any:
+        return next(self.unread)
+
+    def rest(self) -> list[Any]:
+        """Those that were not read yet; they stay to be read."""
+        rest = list(self.unread)
+        self.unread = iter(rest)
+        return rest
 
 
 class TrainLoader(_Loader):
@@ -109,7 +126,7 @@ class TrainLoader(_Loader):
             raise UsageError(f"train_loader.sampler cannot be replaced: {SAMPLER_REMEDY}")
         return self.sampler.steps_left(epoch, samples_consumed)
 
-    def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator[Iterator[Any]]:
+    def steps(self, epoch: int, samples_consumed: int = 0) -> Iterator["Step"]:
         """For each optimizer step, its --grad-accum-steps batches. Leaves out the first `samples_consumed` samples.
 
         Call on every rank. Raises UsageError if an owner's sampler does not depend on its arguments alone.
@@ -128,8 +145,8 @@ class TrainLoader(_Loader):
         batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(steps):
             self.ctx.work.in_step = False
-            yield (step := islice(batches, self.config.grad_accum_steps))
-            list(step)  # what main.py has left of them
+            yield (step := Step(islice(batches, self.config.grad_accum_steps)))
+            step.rest()  # what main.py has left of them
 
     def _check_epoch(self, epoch: int) -> None:
         if self.steps_left(epoch) == 0:
@@ -208,6 +225,45 @@ class EvalLoader(_Loader):
                     raise UsageError(f"{what}: add up with a Meter, or leave out a batch if ctx.work.skip()")
                 if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or anything else in a batch that can follow it to its device."""
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
+
+
+def upload(batches: Iterable[Any], streams: Streams) -> Iterator[Any]:
+    """Each of `batches` on the device: its tensors, and everything else that has a method `to`.
+
+    On a GPU one batch ahead: the next one is copied while the device computes with this one. Copies need pinned host
+    memory, which a GPU can read by itself.
+    """
+    ahead: list[tuple[Any, torch.cuda.Event]] = []
+    for batch in batches:
+        if streams.copies is None:
+            yield _move(batch, streams.device, Movable)
+            continue
+        with torch.cuda.stream(streams.copies):
+            ahead.append((_move(batch, streams.device, torch.Tensor), streams.copies.record_event()))
+        if len(ahead) > 1:
+            yield _receive(*ahead.pop(0), streams.device)
+    for last in ahead:
+        yield _receive(*last, streams.device)
+
+
+def _receive(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
+    """`batch` for the stream that computes, which waits for the copy; the program does not."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    # Otherwise the memory could be given to a later copy while this stream still reads it.
+    map_tensors(batch, lambda tensor: tensor.record_stream(current))
+    return _move(batch, device, Movable)  # tensors are there already
+
+
+def _move(batch: Any, device: torch.device, kind: Any) -> Any:
+    return map_tensors(batch, lambda part: part.to(device, non_blocking=True), kind)
 
 
 def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:

@@ -1,15 +1,18 @@
-"""Reads batches in DataLoader workers, or in this process, so that each sample depends on (seed, epoch, index) only."""
+"""Reads batches, in a DataLoader worker or in this process: each sample depends on (seed, epoch, index) only."""
 
+import pickle
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, get_worker_info
 
-from ddp.core.errors import UsageError
+from ddp.core.errors import PeerLost, UsageError, one_line
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
 from ddp.distributed.seeds import derive_seed, keep_random_state
 
@@ -71,6 +74,28 @@ class SeededReader(Dataset):
             return self.collate(samples)
         except (RuntimeError, TypeError) as error:
             raise explain_collate_error(error, samples, self.dataset) from error
+
+
+class _Pickled:
+    """A batch as bytes: if the thread of the worker's queue pickled it, an error would not reach the waiting rank."""
+
+    def __init__(self, batch: Any) -> None:
+        self.content = bytes(ForkingPickler.dumps(batch))
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self.content,)
+
+
+def hand_over(batch: Any) -> Any:
+    """Pickle a batch in a worker. It is collated already. Raises PeerLost if memory ran out, for example."""
+    try:
+        return batch if get_worker_info() is None else _Pickled(batch)
+    except (RuntimeError, OSError) as error:
+        if "path too long" in str(error):
+            where = tempfile.gettempdir()
+            raise UsageError(f"DataLoader workers open sockets in {where}: set TMPDIR to a shorter path") from error
+        reason = f"{one_line(error)}; if memory ran out: lower --workers, or enlarge /dev/shm"
+        raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
 
 
 def same(one: Any, other: Any) -> bool:

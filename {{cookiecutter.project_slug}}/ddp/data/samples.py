@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp.core.errors import SetupError, UsageError, UserError
 from ddp.core.run_config import RunConfig
-from ddp.data.data_wait import DataWait
 from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, hooks_of, kind
 from ddp.data.reader import SeededReader
-from ddp.data.workers import Workers, start_workers
+from ddp.data.workers import DataWait, Workers, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, random_bits
 from ddp.distributed.tensors import checksum, leaves

@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from traceback import extract_tb
 from typing import Any
@@ -19,11 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp.core.errors import CollectiveMismatch, PeerFailed, PeerLost, RankHangs, exit_code_of, numbered, one_line
-from ddp.core.process_exit import FAILURE_KEY, failure_record, process_exit
+from ddp.core.process_exit import FAILURE_KEY, failure_record, process_exit, translate_exception
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
-from ddp.core.stacks import call_site, dump_stacks, main_stack
-from ddp.core.threads import Result, call_with_timeout
+from ddp.core.threads import Result, call_site, call_with_timeout, dump_stacks, main_stack
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.rank_reports import RankReports, Report, Reports, collective_count, read_key
@@ -36,7 +36,7 @@ RESPONSE_TIMEOUT_S = 3.0  # of the store, and of a rank that is alive; to agree 
 OFTEN = 256  # ranks: more of them read the saved step more rarely, so that the store can answer all
 HURRIED_TIMEOUT_S = 1.0  # of a rank after a signal: mpirun kills the ranks 2 s later
 FOLLOW_TIMEOUT_S = 5.0  # how long the main thread may take to notice that another rank failed
-EXIT_TIMEOUT_S = 10.0  # to finish without the store; to explain an error, even if the rank that asks is lost as well
+EXIT_TIMEOUT_S = 10.0  # to finish without the store or the group; to explain an error if the rank that asks is lost too
 WARNING_INTERVAL_S = 180.0
 
 
@@ -66,11 +66,27 @@ class FailureMonitor:
         now = time.monotonic()
         self.count, self.counted_at, self.next_warning = 0, now, now + warn_after  # collectives; when that changed
 
-    def close(self) -> None:
-        """This rank finished."""
-        self._enter(State.LEAVING)
-        self._call_store(self._set_done)
-        self.wait_for_others(EXIT_TIMEOUT_S)
+    @contextmanager
+    def report_errors(self, on_failure: Sequence[Callable[[BaseException], None]]) -> Iterator[None]:
+        """Around all that this rank does: an error is replaced by its root cause, which `on_failure` are called with.
+
+        In the end the process group is destroyed.
+        """
+        try:
+            yield
+            self._enter(State.LEAVING)
+            self._call_store(self._set_done)
+            self.wait_for_others(EXIT_TIMEOUT_S)
+            _destroy_group()
+        except BaseException as error:
+            cause = self.resolve_root_cause(translate_exception(error))
+            for callback in on_failure:
+                callback(cause)
+            _destroy_group()
+            self.wait_for_others()
+            if cause is error:
+                raise
+            raise cause from None
 
     def share_saved(self, step: int) -> None:
         """On rank 0: tell all ranks that the checkpoint of `step` is on disk."""
@@ -301,6 +317,12 @@ class FailureMonitor:
         if self.stop_sync.decided or time.monotonic() - mark.created_at < self.timeout:
             return False
         return not call_with_timeout(RESPONSE_TIMEOUT_S, mark.reached)  # the driver may block, too
+
+
+def _destroy_group() -> None:
+    """It may hang without a peer, or raise what a GPU has raised before: neither changes how the run ends."""
+    if dist.is_initialized():
+        call_with_timeout(EXIT_TIMEOUT_S, dist.destroy_process_group)
 
 
 def _is_comm_error(error: BaseException) -> bool:

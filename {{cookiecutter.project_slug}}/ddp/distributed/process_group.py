@@ -14,21 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.core.callbacks import Callback
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, exit_code_of, plural
 from ddp.core.host import available_cores, interface_of, is_loopback, own_address
-from ddp.core.process_exit import process_exit, tell_launcher, translate_exception
+from ddp.core.parts import Callback
+from ddp.core.process_exit import process_exit, tell_launcher
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
-from ddp.core.threads import BackgroundJob, Result, call_with_timeout
+from ddp.core.threads import BackgroundJob, Result
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
-from ddp.distributed.shards import whole
 from ddp.distributed.stop_sync import StopSync
 from ddp.distributed.store import RankInfo, create_store, exchange_rank_info, quiet_gloo
-from ddp.distributed.tensors import CpuStreams, map_named, map_tensors, streams_of
+from ddp.distributed.tensors import Streams, map_named, map_tensors, whole
 
 log = logging.getLogger(__name__)
 ForTensor = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
@@ -70,7 +69,7 @@ class DistContext:
     launcher: Launcher
     monitor: FailureMonitor
     stop_sync: StopSync
-    streams: CpuStreams
+    streams: Streams
     # Called with the root cause when the run fails, before the group is destroyed. Other ranks may be gone by then.
     on_failure: list[Callable[[BaseException], None]]
     hosts: list[str]  # the name of each rank's machine
@@ -99,8 +98,9 @@ class DistContext:
 
     def wait_on_main(self, job: BackgroundJob) -> None:
         """Wait for a job of rank 0, which may take longer than --timeout; raise what it raised. Call on every rank."""
-        while not self.on_main(job.finish, self.monitor.timeout / 4):
-            pass  # rank 0 answers now and then: the others would take it for lost
+        while not self.on_main(job.finish, self.monitor.timeout / 4):  # otherwise the others would take it for lost
+            if job.error is not None:  # of this rank's part, which could not even tell rank 0
+                raise job.error
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill `tensor`, contiguous and in host memory, with rank 0's values. Call on every rank."""
@@ -180,7 +180,7 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
     monitor = FailureMonitor(store, env, config.timeout, config.warn_after)
     process_exit.resolve_root_cause = monitor.resolve_root_cause
     on_failure: list[Callable[[BaseException], None]] = []
-    try:
+    with monitor.report_errors(on_failure):
         infos = exchange_rank_info(store, env, monitor, config.device != "cpu")
         if env.world_size > 1:
             monitor.thread.start()
@@ -202,22 +202,11 @@ def init_distributed(config: RunConfig, env: RankEnv) -> Iterator[DistContext]:
             _create_group(env, store, device, backend, config.timeout)
             many, timeout = env.world_size >= MANY_RANKS, timedelta(seconds=config.timeout)
             tree: Any = dist.new_group(timeout=timeout, backend="gloo") if many else None
-        streams = streams_of(device)
+        streams = Streams(device)
         monitor.stop_sync = stop_sync = StopSync(streams, tree)
         ranks = (env.rank, env.world_size, own.local_rank, local_world_size)
         hosts = [info.host for info in infos]
         yield DistContext(*ranks, device, backend, env.launcher, monitor, stop_sync, streams, on_failure, hosts)
-        monitor.close()
-        _destroy_group()
-    except BaseException as error:
-        cause = monitor.resolve_root_cause(translate_exception(error))
-        for callback in on_failure:
-            callback(cause)
-        _destroy_group()
-        monitor.wait_for_others()
-        if cause is error:
-            raise
-        raise cause from None
 
 
 def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend: str, timeout: float) -> None:
@@ -252,12 +241,6 @@ def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:
     for name in ("set_timeout", "_set_default_timeout"):
         if hasattr(backend, name):
             return getattr(backend, name)(timeout)
-
-
-def _destroy_group() -> None:
-    """It may hang without a peer, or raise what a GPU has raised before: neither changes how the run ends."""
-    if dist.is_initialized():
-        call_with_timeout(HANG_GRACE_S, dist.destroy_process_group)
 
 
 def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple[torch.device, str]:

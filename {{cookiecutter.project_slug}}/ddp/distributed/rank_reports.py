@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.core.errors import numbered
-from ddp.core.stacks import call_site, main_stack
+from ddp.core.threads import call_site, main_stack
 
 # Functions of torch, with the backend that they are for. Since torch 2.15, NCCL's is nccl2, with a recorder of its own.
 RECORDERS = (("_dump_fr_trace",), ("_dump_nccl_trace",), ("_dump_fr_trace", "nccl2"))

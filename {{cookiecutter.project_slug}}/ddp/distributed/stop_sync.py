@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp.core.errors import CollectiveMismatch
 from ddp.core.signals import stop_signal
 from ddp.distributed.rank_reports import MISMATCH_ADVICE, collective_count, find_mismatch, own_report
-from ddp.distributed.tensors import CpuStreams
+from ddp.distributed.tensors import Streams
 
 SYNC_INTERVAL_S = 0.5
 MAX_COST = 0.005
@@ -49,8 +49,8 @@ class StopRequested(Exception):
 class StopSync:
     """Shares requests to stop. A request on any rank becomes the decision of all ranks."""
 
-    def __init__(self, streams: CpuStreams | None = None, tree: dist.ProcessGroup | None = None) -> None:
-        self.streams, self.tree = streams or CpuStreams(torch.device("cpu")), tree
+    def __init__(self, streams: Streams | None = None, tree: dist.ProcessGroup | None = None) -> None:
+        self.streams, self.tree = streams or Streams(torch.device("cpu")), tree
         self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank

@@ -1,15 +1,22 @@
-"""Trees of tensors, such as batches and state_dicts, and asynchronous copies between host and GPU."""
+"""Trees of tensors, such as batches and state_dicts; tensors that are split over the ranks; copies to host memory.
 
+A split tensor, such as torch's DTensor, has two methods: to_local() returns the rows of this rank, and full_tensor()
+the whole.
+"""
+
+import hashlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 import torch
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
 BLOCK = 1 << 20  # bytes that are read at once
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
@@ -62,11 +69,77 @@ def checksum(tensor: torch.Tensor) -> int:
     return result
 
 
-@runtime_checkable
-class Movable(Protocol):
-    """A tensor, or anything else in a batch that can follow it to its device."""
+def digest(state: Any) -> str:
+    """SHA-256 of everything in `state`, tensors by their bytes."""
+    result = hashlib.sha256()
+    for keys, part in named_leaves(state):
+        if isinstance(part, torch.Tensor):
+            result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
+            if not is_split(part):  # the ranks have different rows
+                result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            result.update(f"{keys}{part!r}".encode())
+    return result.hexdigest()
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
+
+def check_state(state: Any) -> None:
+    """Raise TypeError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
+    for keys, part in named_leaves(state):
+        if part.is_meta if isinstance(part, torch.Tensor) else type(part) not in PLAIN_TYPES:
+            name = "state" + "".join(f"[{key!r}]" for key in keys)
+            what = "is on the device meta" if isinstance(part, torch.Tensor) else f"is of {type(part)}"
+            raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor or a plain number")
+
+
+# ---- tensors that are split over the ranks ---------------------------------------------------------------------------
+
+
+def is_split(value: Any) -> bool:
+    """Whether no rank has all of `value`."""
+    return hasattr(value, "full_tensor")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of this rank; a tensor that is not split itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows; a tensor that is not split itself. Call on every rank."""
+    return tensor.full_tensor() if is_split(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def whole_tree(tree: Any) -> Any:
+    """`tree` with the whole of each tensor. A tensor that is in it twice stays one. Call on every rank."""
+    joined: dict[int, torch.Tensor] = {}
+
+    def join(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in joined:
+            joined[id(tensor)] = whole(tensor)
+        return joined[id(tensor)]
+
+    return map_tensors(tree, join)
+
+
+def own_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The rows that `rank` holds, as a view: as torch splits a tensor. The last ranks may have none."""
+    parts = tensor.chunk(world_size)
+    return parts[rank] if rank < len(parts) else tensor[:0]
+
+
+def split_like(example: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which this rank has whole, split as `example` is: a copy of this rank's rows. Or `tensor` itself."""
+    if not is_split(example):
+        return tensor
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    mesh: Any = example.device_mesh  # type: ignore[attr-defined]
+    rows = own_rows(tensor, mesh.get_local_rank(), mesh.size()).to(example.device, copy=True)
+    placements = example.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+# ---- copies to host memory -------------------------------------------------------------------------------------------
 
 
 class Mark:
@@ -84,60 +157,24 @@ class Mark:
             self.event.synchronize()
 
 
-class CpuStreams:
-    """The twin of CudaStreams for a CPU: everything is done at once."""
+class Streams:
+    """The streams of a GPU: one computes, `copies` copies. A CPU has none, and does everything at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def mark(self) -> Mark:
         """A point after all work that was given to the device so far."""
-        return Mark()
-
-    def upload(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Each of `batches` on the device: its tensors, and everything else that has a method `to`."""
-        for batch in batches:
-            yield self._move(batch, Movable)
+        return Mark(torch.cuda.current_stream(self.device).record_event() if self.copies is not None else None)
 
     def download(self, copy_all: Callable[[Copy], Any]) -> tuple[Any, Mark]:
-        """What `copy_all(copy)` returns, and when it is complete. `copy` copies a tensor to host memory."""
-        return copy_all(_copy_to_host), Mark()
+        """What `copy_all(copy)` returns, and when it is complete. `copy` copies a tensor to host memory.
 
-    def _move(self, batch: Any, kind: Any) -> Any:
-        return map_tensors(batch, lambda part: part.to(self.device, non_blocking=True), kind)
-
-
-class CudaStreams(CpuStreams):
-    """One stream copies, another one computes. Copies need pinned host memory, which a GPU can read by itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.copies: torch.cuda.Stream = torch.cuda.Stream(device)
-
-    def mark(self) -> Mark:
-        return Mark(torch.cuda.current_stream(self.device).record_event())
-
-    def upload(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """One batch ahead: the next one is copied while the device computes with this one."""
-        ahead: list[tuple[Any, torch.cuda.Event]] = []
-        for batch in batches:
-            with torch.cuda.stream(self.copies):
-                ahead.append((self._move(batch, torch.Tensor), self.copies.record_event()))
-            if len(ahead) > 1:
-                yield self._receive(*ahead.pop(0))
-        for last in ahead:
-            yield self._receive(*last)
-
-    def _receive(self, batch: Any, copied: torch.cuda.Event) -> Any:
-        """`batch` for the stream that computes, which waits for the copy; the program does not."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(copied)
-        # Otherwise the memory could be given to a later copy while this stream still reads it.
-        map_tensors(batch, lambda tensor: tensor.record_stream(current))
-        return self._move(batch, Movable)  # tensors are there already
-
-    def download(self, copy_all: Callable[[Copy], Any]) -> tuple[Any, Mark]:
-        """The program does not wait for the copies. The stream that computes does: it may change the tensors."""
+        The program does not wait for the copies. The stream that computes does: it may change the tensors.
+        """
+        if self.copies is None:
+            return copy_all(_copy_to_host), Mark()
         current = torch.cuda.current_stream(self.device)
         self.copies.wait_stream(current)
         with torch.cuda.stream(self.copies):
@@ -145,6 +182,28 @@ class CudaStreams(CpuStreams):
         copied = self.copies.record_event()
         current.wait_event(copied)
         return result, Mark(copied)
+
+
+def snapshot(state: Any, streams: Streams, keep: bool = True) -> tuple[Any, Mark]:
+    """A copy of `state` in host memory, and when it is complete. Call on every rank: tensors may be split.
+
+    keep: False on the ranks that only send their rows.
+    """
+    copies: dict[Any, torch.Tensor] = {}  # tied weights stay one tensor
+
+    def copy_once(copy: Copy, keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # a part writes what belongs there
+            return tensor
+        # Not the data_ptr of a DTensor, which is always 0, as is that of a rank without rows.
+        own = local(tensor.detach())
+        place = own.data_ptr() or own.untyped_storage().data_ptr() or id(tensor)
+        key = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if key not in copies:
+            everything = whole(tensor.detach())
+            copies[key] = copy(everything) if keep else torch.empty(0)
+        return copies[key]
+
+    return streams.download(lambda copy: map_named(state, partial(copy_once, copy)))
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,8 +214,3 @@ def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return _copy_to_host(tensor)
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
-
-
-def streams_of(device: torch.device) -> CpuStreams:
-    """The streams of `device`."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
 from ddp.core.files import correct_status
 from ddp.core.host import allow_many_files
-from ddp.core.process_exit import exit_process, process_exit, tell_launcher, translate_exception
+from ddp.core.process_exit import exit_code_of_run, exit_process, process_exit, tell_launcher
 from ddp.core.rank_logs import set_up_logging
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 from ddp.core.signals import SignalHandler, killed_by, send_signal, stop_signal
@@ -74,14 +74,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     tell_launcher("pid", str(os.getpid()))
     if full := int(os.environ.get(ELASTIC_VARIABLE, 0)):  # more passes keep the global batch, or come close from below
         config.grad_accum_steps = config.grad_accum_steps * full // env.world_size
-    try:
-        main(config, env)
-    except BaseException as error:
-        process_exit.error = error
-        return process_exit.handle_exception(process_exit.resolve_root_cause(translate_exception(error)))
-    process_exit.agree(0)
-    tell_launcher("done", "")
-    return 0
+    return exit_code_of_run(lambda: main(config, env))
 
 
 class SpawnSignals(SignalHandler):

@@ -1,8 +1,7 @@
 """The loss of a step: the mean over what counts in its global batch, however that is divided."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from ddp.core.errors import UsageError
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
+from ddp.data.loader import Step
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import leaves
 
@@ -21,18 +21,11 @@ class LossMean:
     unless they have different numbers of terms: of tokens that are not padding, for example.
     """
 
-    def __init__(self, task: Any, config: RunConfig, ctx: DistContext) -> None:
+    def __init__(self, task: Any, batches: Step, config: RunConfig, ctx: DistContext) -> None:
         self.count: Any = getattr(task, "loss_terms", None)
-        self.passes, self.ctx = config.grad_accum_steps, ctx
-        self.unread: Iterator[Any] = iter(())
+        self.batches, self.passes, self.ctx = batches, config.grad_accum_steps, ctx
         self.terms: Any = self.count and torch.zeros(1, dtype=torch.double)  # of each loss, of this rank, in all passes
         self.expected: torch.Tensor | None = None  # of a rank in a pass, on average over those that are known at first
-
-    def read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a step. The first pass looks at the others if there are several losses."""
-        self.unread = iter(batches)
-        while (batch := next(self.unread, None)) is not None:
-            yield batch
 
     def weigh(self, loss: Any, outputs: Any, targets: Any) -> Any:
         """The `loss` of one pass, weighted by its terms; the sum, of several. Call on every rank. Raises UsageError."""
@@ -43,10 +36,7 @@ class LossMean:
             return loss if loss is not losses else sum(losses.values())
         terms = self._terms(losses, outputs, targets)
         if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
-            others = list(self.unread) if len(losses) > 1 else []  # each needs a factor, and finish() applies only one
-            self.unread = chain(others, self.unread)
-            if len(losses) > 1 and len(others) < self.passes - 1:
-                raise UsageError("--grad-accum-steps with several losses: main.py must read mean.read(batches)")
+            others = self.batches.rest() if len(losses) > 1 else []  # each needs a factor; finish() applies only one
             known = torch.stack([terms, *(self._terms(losses, None, targets) for _, targets in others)])
             sums = self.ctx.sum(known.sum(0))
             self.expected = torch.where(sums > 0, sums, 1.0) / self.ctx.world_size / len(known)

@@ -10,8 +10,7 @@ import torch
 
 from ddp.core.errors import Diverged, UsageError
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import whole
-from ddp.distributed.tensors import map_tensors
+from ddp.distributed.tensors import map_tensors, whole
 
 Totals = dict[str, Any]  # tensors; lists with one entry per sample
 MAX_PENDING_NUMBERS = 200  # numbers on the device that are not added up yet: a loss, a count and a metric of 64 batches

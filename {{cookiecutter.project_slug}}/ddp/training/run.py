@@ -18,10 +18,9 @@ import torch
 
 from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import with_saved_options
-from ddp.core.callbacks import Compute
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
-from ddp.core.parts import of_parts
+from ddp.core.parts import Compute, of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, Config, RunConfig
 from ddp.core.signals import stop_error, stop_signal

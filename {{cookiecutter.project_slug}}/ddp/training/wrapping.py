@@ -21,7 +21,7 @@ from ddp.core.parts import of_parts
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import local
+from ddp.distributed.tensors import local
 
 log = logging.getLogger(__name__)
 

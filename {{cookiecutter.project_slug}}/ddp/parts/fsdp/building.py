@@ -12,8 +12,7 @@ from torch import nn
 
 from ddp.core.errors import UsageError
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.shards import own_rows
-from ddp.distributed.tensors import checksum
+from ddp.distributed.tensors import checksum, own_rows
 
 
 class OwnRows:

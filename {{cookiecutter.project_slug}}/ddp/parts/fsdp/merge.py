@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp.checkpoint import archive, storage
+from ddp.checkpoint import storage
 from ddp.core.errors import UsageError, UserError
 from ddp.core.files import storage_errors
 from ddp.core.options import OptionParser
 from ddp.core.process_exit import process_exit
-from ddp.distributed.shards import whole_tree
+from ddp.distributed.tensors import whole_tree
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> None:
         raise UsageError(f"{path} exists: choose another FILE")
     content = whole_tree(storage.read(given.checkpoint))
     with storage_errors(path, needed=storage.size_of(content)):
-        archive.write(path, {name: part for name, part in content.items() if name != "path"})
+        storage.write(path, {name: part for name, part in content.items() if name != "path"})
     print(f"{path} has everything: {storage.size_of(content) / 1e6:,.1f} MB")
 
 

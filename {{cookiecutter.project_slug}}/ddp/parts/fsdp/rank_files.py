@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from ddp.checkpoint.storage import FILES
-from ddp.core.callbacks import Callback, WriteRest
 from ddp.core.errors import UserError
 from ddp.core.files import storage_errors, sync_directory
-from ddp.distributed.shards import is_split
-from ddp.distributed.tensors import Copy, Mark, map_named
+from ddp.core.parts import Callback, WriteRest
+from ddp.distributed.tensors import Copy, Mark, is_split, map_named
 from ddp.parts.fsdp.rows_folder import RowsFolder
 from ddp.parts.fsdp.sharding import check_optimizers
 
@@ -39,7 +38,6 @@ class RankFiles(Callback):
         self.folder = RowsFolder(self.checkpoints.directory)
         self.used = False
         self.saves = 0  # so far; the same on all ranks
-        self.cleaned_step: int | None = None  # the checkpoint after which unlisted files were deleted
 
     def resumed(self, content: Mapping[str, Any]) -> None:
         if self.ctx.work.sharded:
@@ -116,9 +114,7 @@ class RankFiles(Callback):
         return {FILES: dict(everyone)}
 
     def saved(self, step: int) -> None:
-        if step != self.cleaned_step:  # it may be called twice
-            self.cleaned_step = step
-            self.folder.delete_unlisted()
+        self.folder.delete_unlisted()
 
     def summary(self) -> str:
         if not self.used:

@@ -16,8 +16,18 @@ from typing import Any
 
 import torch
 
-from ddp.checkpoint.archive import InvalidCheckpoint, has_digest, load, verify, write
-from ddp.checkpoint.storage import FILES, FOLDER, CheckpointDirectory, size_of
+from ddp.checkpoint.storage import (
+    COMMENT_LENGTH,
+    COMMENT_PREFIX,
+    FILES,
+    FOLDER,
+    CheckpointDirectory,
+    InvalidCheckpoint,
+    load,
+    size_of,
+    verify,
+    write,
+)
 from ddp.core.errors import UsageError
 from ddp.core.files import storage_errors
 from ddp.core.host import available_cores
@@ -123,9 +133,16 @@ class RowsFolder:
         for path in (Path(entry.path) for entry in entries):
             if path.is_symlink() and not os.path.exists(path) and path.resolve().parent not in ours:
                 raise InvalidCheckpoint(path, "it leads to nothing")  # a disk may be missing
-            if path == self.directory.best_path or (".pt" in path.name and path.is_file() and has_digest(path)):
+            if path == self.directory.best_path or (".pt" in path.name and path.is_file() and _has_digest(path)):
                 content = load(path)
                 if any(part.is_meta for part in leaves(content) if isinstance(part, torch.Tensor)):
                     verify(path, bar=False)  # it lists rows, and is small
                     unlisted -= content[FILES].keys()
         return unlisted
+
+
+def _has_digest(path: Path) -> bool:
+    """Whether a file ends as `write` ends it. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - COMMENT_LENGTH))
+        return file.read().startswith(COMMENT_PREFIX)

@@ -15,10 +15,9 @@ from torch import nn
 
 from ddp.core.errors import UsageError, differences, first_few
 from ddp.core.run_config import RunConfig
-from ddp.core.stacks import is_owner_file
+from ddp.core.threads import is_owner_file
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.shards import is_split
-from ddp.distributed.tensors import leaves, map_tensors
+from ddp.distributed.tensors import is_split, leaves, map_tensors
 from ddp.parts.fsdp.blocks import Blocks, group_blocks
 from ddp.parts.fsdp.building import built_checksum, restore_rows
 from ddp.training.wrapping import reads_buffers, report_unused_weights
@@ -78,7 +77,7 @@ def refuse_numbers_of_rows() -> None:
         if not is_owner_file(sys._getframe(2).f_code.co_filename):  # an optimizer of torch, for example
             raise RuntimeError(f"{name}() does not have a sharding strategy")
         rule = f"each rank has its own rows only: on every rank, write whole(tensor).{name}()"
-        raise UsageError(f"--shard: {name}() of a tensor of weights: {rule}, from ddp.distributed.shards import whole")
+        raise UsageError(f"--shard: {name}() of a tensor of weights: {rule}, from ddp.distributed.tensors import whole")
 
     for name in ("item", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, lambda tensor, name=name: read(name, tensor))

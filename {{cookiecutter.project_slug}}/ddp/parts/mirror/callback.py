@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from ddp.core.callbacks import Callback
+from ddp.core.parts import Callback
 from ddp.core.signals import stop_signal
 from ddp.core.threads import BackgroundJob
 from ddp.parts.mirror.mirror import Mirror

@@ -17,8 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddp.checkpoint.archive import BLOCK, InvalidCheckpoint, verify
-from ddp.checkpoint.storage import FILES, NAME, CheckpointDirectory, step_of
+from ddp.checkpoint.storage import BLOCK, FILES, NAME, CheckpointDirectory, InvalidCheckpoint, step_of, verify
 from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
 from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
 from ddp.core.options import flag_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp.core.callbacks import Callback
+from ddp.core.parts import Callback
 from ddp.distributed.seeds import keep_random_state
 from ddp.distributed.tensors import leaves, map_tensors
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ddp.checkpoint.state import TrainState
-from ddp.core.callbacks import Callback, Compute
 from ddp.core.errors import Diverged, UsageError
+from ddp.core.parts import Callback, Compute
 from ddp.distributed.seeds import seed_step
 from ddp.distributed.tensors import leaves, named_leaves
 from ddp.parts.monitor.replicas import bit_sum, bit_sums, check_replicas, rank_hosts

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp.core.callbacks import Callback
 from ddp.core.errors import ExitCode, plural
 from ddp.core.files import read_status
+from ddp.core.parts import Callback
 from ddp.core.run_config import NOTICED_VARIABLE
 
 log = logging.getLogger(__name__)

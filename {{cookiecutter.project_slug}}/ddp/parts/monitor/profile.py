@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.profiler import profile, schedule
 
-from ddp.core.callbacks import Callback
+from ddp.core.parts import Callback
 
 log = logging.getLogger(__name__)
 FIRST_STEP, LAST_STEP = 10, 15  # from the start or resume on: after the warm-up of caches and compilers

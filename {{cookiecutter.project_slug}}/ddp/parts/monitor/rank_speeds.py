@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ddp.core.callbacks import Callback
+from ddp.core.parts import Callback
 from ddp.parts.monitor.stopwatch import stopwatch_of
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ddp.core.callbacks import Callback
+from ddp.core.parts import Callback
 from ddp.parts.monitor.ledger import add_scalars
 
 
