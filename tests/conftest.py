@@ -91,7 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*rows): injects the faults of these numbers in tests/faults.py")
-    config.addinivalue_line("markers", "sample(count): without --all, only `count` cases of this test run")
+    text = "sample(count, group): without --all, `count` cases of this test run, or of all tests of this group"
+    config.addinivalue_line("markers", text)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -102,15 +103,16 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases that are not in the sample."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if (marker := item.get_closest_marker("sample")) is not None:
+            _, group = (*marker.args, item.nodeid.partition("[")[0])[:2]
+            cases.setdefault(group, []).append(item)
         elif "sample" in getattr(item, "fixturenames", ()):
             item.add_marker("sample")
     if config.getoption("all"):
         return
     left_out: set[pytest.Item] = set()
     for name, each in cases.items():
-        (count,) = next(each[0].iter_markers("sample")).args
+        count = next(each[0].iter_markers("sample")).args[0]
         chosen = random.Random(f"{SEED} {name}").sample(each, min(count, len(each)))
         left_out |= set(each) - set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -141,7 +143,7 @@ LONG = (
     *("crash_states", "ports", "nodes", "machines", "chaos", "benchmarks", "launch", "options", "data", "examples"),
     *("faults", "data_wait", "ssh", "slurm", "mirror", "generator", "rank_files", "shard_more_faults", "shard"),
     *("storage", "resume", "owner_code", "recipes", "rehearse", "shard_faults", "documentation", "benchmark"),
-    *("check", "training"),
+    *("check", "training", "steps"),
 )
 
 

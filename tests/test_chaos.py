@@ -235,7 +235,8 @@ def compare(output: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 @fault(1, 2, 9, 12)
-@pytest.mark.parametrize("more", [[], pytest.param(["--shard"], marks=pytest.mark.sample(0))], ids=["ddp", "shard"])
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("more", [[], ["--shard"]], ids=["ddp", "shard"])
 def test_a_run_that_is_killed_repeatedly_equals_an_uninterrupted_one(
     images: Path, tmp_path: Path, more: list[str], seed: int, sample: Callable[[Sequence[Any], int], list[Any]]
 ) -> None:

@@ -360,7 +360,7 @@ def test_an_error_at_any_operation_of_a_resume_and_a_save_is_one_line_and_damage
 
 @fault(2)
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_may_be_killed_at_any_operation_of_a_resume_and_a_save(
     failing: Failing, memory: Path, sample: Sample, request: pytest.FixtureRequest

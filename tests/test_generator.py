@@ -522,7 +522,7 @@ def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: t
         assert words[name][0] not in run(*script, "--help", cwd=project).stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_the_linter_and_the_types_accept_a_project_with_any_parts(
     with_parts: tuple[list[str], Path], environment: dict[str, str], tmp_path: Path
 ) -> None:

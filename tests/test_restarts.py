@@ -76,7 +76,7 @@ LOSSES: dict[str, Callable[[list[Machine]], None]] = {
 
 @fault(1, 12, 29)
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, "launchers that are lost")
 @pytest.mark.parametrize("turn", range(int(os.environ.get("RESTARTS", "1"))))
 @pytest.mark.parametrize("lost", LOSSES)
 def test_a_run_of_two_machines_survives_the_loss_of(

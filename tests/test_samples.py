@@ -335,6 +335,7 @@ def parts_of(given: tuple[Any, ...]) -> tuple[set[str], set[str]]:
     return tuple({Path(path).name for path, _ in each} for each in samples)  # type: ignore[return-value]
 
 
+@pytest.mark.sample(1)
 @fault(49)
 def test_a_removed_file_moves_no_other_and_the_run_resumes(given: tuple[Any, ...], folder: Path) -> None:
     trained, validates = parts_of(given)
@@ -360,6 +361,7 @@ def test_files_that_were_renamed_are_not_removed_ones(given: tuple[Any, ...], fo
     assert " samples were " in the_error(train(1, *given, code=4))
 
 
+@pytest.mark.sample(1)
 @fault(49)
 def test_a_file_that_is_added_or_replaced_is_refused_by_name(given: tuple[Any, ...], folder: Path) -> None:
     train(2, *given, "--max-steps=5")
@@ -374,6 +376,7 @@ def test_a_file_that_is_added_or_replaced_is_refused_by_name(given: tuple[Any, .
     assert "(--accept-changed-data): the rest" in train(2, *given, "--accept-changed-data")
 
 
+@pytest.mark.sample(1)
 def test_a_run_of_the_version_before_keeps_its_split(
     given: tuple[Any, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

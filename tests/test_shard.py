@@ -158,6 +158,7 @@ def test_weights_are_gathered_in_bf16_and_freed_after_a_step_and_after_an_evalua
     assert on_ranks(2, formats, "--device=cpu") == [expected] * 2
 
 
+@pytest.mark.sample(1, "what is trained with --shard")
 def test_each_option_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
     monkeypatch.setattr(main.task, "build_model", build_awkward)
     given = (*SYNTHETIC, "--max-steps", 4)
@@ -180,6 +181,7 @@ def test_each_option_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sma
         assert all(torch.allclose(wrapped[name], sharded[name], atol=1e-3) for name in wrapped)
 
 
+@pytest.mark.sample(1, "what is trained with --shard")
 def test_a_checkpoint_resumes_on_any_number_of_processes_with_and_without_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_checkpoint_resumes_on_any_number_of_processes_with_and_without_shard(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.sample(1, "what is trained with --shard")
 def test_adamw_with_other_options_and_weights_that_are_loaded_trains_as_with_ddp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:

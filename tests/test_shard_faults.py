@@ -25,6 +25,8 @@ from test_training import (  # noqa: F401
 
 from config import Config
 
+pytestmark = pytest.mark.sample(2, "faults with --shard")
+
 
 @pytest.fixture(autouse=True)
 def shard(monkeypatch: pytest.MonkeyPatch) -> None:

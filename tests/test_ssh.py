@@ -415,6 +415,7 @@ def test_a_launcher_that_is_killed_counts_as_a_lost_process(net: Network, projec
 # ---- with real training ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1, "launchers that are lost")
 @pytest.mark.slow
 def test_when_ssh_sh_is_killed_the_run_saves_and_the_same_command_goes_on(net: Network, project: Path) -> None:
     out = project.parent / "out"

@@ -156,7 +156,7 @@ def test_a_console_may_lack_a_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("flag", ["-P", "-I"])
 def test_python_may_leave_the_folder_of_the_program_out(flag: str, tmp_path: Path) -> None:
     if flag == "-P" and sys.version_info < (3, 11):

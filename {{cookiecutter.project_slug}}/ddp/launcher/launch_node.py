@@ -151,7 +151,8 @@ def read_command_line(words: list[str], config_class: type[RunConfig]) -> tuple[
 class NodeAgent(SignalHandler):
     """This node, through all rounds of one run: torchrun's agent in a thread, and signals in the main thread.
 
-    torchrun starts and watches the workers, and calls `end_round` and `begin_round` through node_rendezvous.py.
+    torchrun starts and watches the workers, and calls `end_round` and `begin_round` through node_rendezvous.py. Between
+    them, `end_of_run` in node_record.py decides whether another round begins.
     """
 
     def __init__(self, options: LaunchOptions, config: RunConfig, main_options: list[str]) -> None:
