@@ -723,6 +723,27 @@ def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(im
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
 
 
+def test_a_cache_depends_on_the_value_range(images: Path, tmp_path: Path) -> None:
+    numpy_image = numpy.full((16, 16), 2048, numpy.uint16)
+    Image.fromarray(numpy_image).save(images / "train" / "dog" / "1.png")
+    chosen = build_transforms(options("--image-size", 16))
+
+    def darkest(value_range: tuple[float, float] | None) -> int:
+        files = ImageFiles(images / "train", replace(chosen, value_range=value_range))
+        return DecodedFiles(files, tmp_path / "cache").images[3].amax().item()
+
+    assert [darkest(None), darkest((0, 4095)), darkest(None)] == [8, 128, 8]
+
+
+def test_a_cache_that_exists_is_only_read(images: Path, tmp_path: Path) -> None:
+    """It may be on a file system that is read-only: there is nothing to lock."""
+    first, _ = cached(images, tmp_path / "cache")
+    (tmp_path / "cache" / ".lock").unlink()
+    (tmp_path / "cache" / ".lock").mkdir()
+    again, _ = cached(images, tmp_path / "cache")
+    assert all(map(torch.equal, first, again))
+
+
 def test_a_cache_is_written_whole_and_what_a_killed_process_left_is_deleted(images: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

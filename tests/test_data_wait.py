@@ -24,9 +24,11 @@ import main
 import model
 from ddp.data import samples
 from ddp.data.dataset import Datasets
+from ddp.data.loader import EvalLoader
+from ddp.data.workers import _positions
 from ddp.training.run import Run
 from faults import fault
-from processes import Ranks, start, train
+from processes import Ranks, on_ranks, start, train
 
 RUN = ("--device=cpu", "--batch-size=8", "--log-every=1", "--epochs=2", "--warn-after=2")
 
@@ -240,6 +242,58 @@ def test_a_run_that_stood_still_is_no_hang(tmp_path: Path, monkeypatch: pytest.M
     assert ranks.wait() == [0], ranks.output()
 
 
+def test_a_stop_ends_a_wait_for_training_data_after_an_evaluation_between_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both iterate over a loader at the same time."""
+    load(monkeypatch, Numbers(96, hang_at(*range(96), once=tmp_path / "hangs")), Numbers(8))
+    given = (*RUN, "--workers=0", "--timeout=60", "--output-dir", tmp_path / "run")
+
+    def evaluate(run: Run) -> None:
+        if run.state.step == 3:
+            loader = EvalLoader(Numbers(8), run.config, run.ctx)
+            assert len(list(loader)) == (run.ctx.rank == 0)
+            (tmp_path / "hangs").touch()
+
+    ranks = start(2, *given, after_step=evaluate)
+    ranks.until(lambda: "waits for" in ranks.output())
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [75] * 2, ranks.output()
+    assert "saved, at step 3" in ranks.output()
+
+
+def test_a_stop_before_the_first_step_saves_no_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "once").touch()
+    load(monkeypatch, Numbers(96, hang_at(*range(1, 95), once=tmp_path / "once")))
+    monkeypatch.setattr(samples, "RECORDED", 0)  # the first and the last sample alone
+    ranks = start(1, *RUN, "--workers=0", "--timeout=60", "--output-dir", tmp_path / "run")
+    ranks.until(lambda: "waits for" in ranks.output())
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [75], ranks.output()
+    assert (tmp_path / "run/checkpoints/step_00000000.pt").exists() and not (tmp_path / "run/best.pt").exists()
+
+
+def test_ranks_with_directories_of_their_own_stop_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know alike which step the last checkpoint has."""
+    prepare = main.prepare
+
+    def own(config: Any, env: Any) -> Any:
+        config.output_dir = str(tmp_path / f"rank {env.rank}")
+        return prepare(config, env)
+
+    monkeypatch.setattr(main, "prepare", own)
+    monkeypatch.setattr(samples, "RECORDED", 0)
+    load(monkeypatch, Numbers(96, hang_at(*range(1, 95), once=tmp_path / "once")))
+    given = (*RUN, "--workers=0", "--timeout=60")
+    train(2, *given, "--max-steps=2")
+    (tmp_path / "once").touch()
+    ranks = start(2, *given)
+    ranks.until(lambda: "waits for" in ranks.output())
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [75] * 2, ranks.output()
+    assert "saved, at step 2" in ranks.output()
+
+
 # ---- files that workers share ---------------------------------------------------------------------------------------
 
 
@@ -283,3 +337,15 @@ def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
         (error,) = [line for line in ranks.output().splitlines() if "error: " in line]
         assert f"error: {tmp_path}/numbers.zip (descriptor " in error
         assert "was opened before the DataLoader workers, which share it: open it in __getitem__, once per" in error
+
+
+def test_the_standard_input_is_no_file_that_workers_share(tmp_path: Path) -> None:
+    """A shell script may read it at the same time."""
+    (tmp_path / "list").write_text("a b")
+
+    def positions(_: Any) -> list[str]:
+        os.dup2(os.open(tmp_path / "list", os.O_RDONLY), 0)
+        return [path for path in _positions() if "list" in path]
+
+    ((one,),) = on_ranks(1, positions)
+    assert one.startswith(f"{tmp_path}/list (descriptor ") and not one.endswith("r 0)")

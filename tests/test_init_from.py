@@ -68,6 +68,9 @@ FORMS: dict[str, Any] = {
     "model_state_dict": lambda weights: {"model_state_dict": weights, "optimizer": {"state": {}}},
     "of DistributedDataParallel": lambda weights: {f"module.{name}": weight for name, weight in weights.items()},
     "of torch.compile": lambda weights: {"model": {f"_orig_mod.{name}": weight for name, weight in weights.items()}},
+    "of torch.compile of DistributedDataParallel": lambda weights: {
+        f"_orig_mod.module.{name}": weight for name, weight in weights.items()
+    },
     "half precision": lambda weights: {name: weight.bfloat16() for name, weight in weights.items()},
 }
 

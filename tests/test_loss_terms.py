@@ -279,6 +279,42 @@ def test_several_losses_have_denominators_of_their_own(tmp_path: Path, monkeypat
     assert weights > 0.03
 
 
+class TwoHeads(LanguageModel):
+    """The second head has a loss of its own, over few tokens: over none in most batches."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.length = nn.Linear(16, 1)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.embedding(tokens)
+        return self.head(found), self.length(found)
+
+
+def rare(targets: Tensor) -> Tensor:
+    return (targets[:, :2] == 0).flatten()
+
+
+def losses_of_two_heads(outputs: Any, targets: Tensor, config: Any) -> dict[str, Tensor]:
+    chosen = rare(targets)
+    values = (outputs[1][:, :2].flatten().tanh() * chosen).square()
+    return {"tokens": mean_of_tokens(outputs[0], targets, config), "rare": values.sum() / chosen.sum()}
+
+
+def test_a_loss_without_terms_on_one_rank_or_on_all_gives_its_weights_no_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "build_model", TwoHeads)
+    monkeypatch.setattr(model, "compute_loss", losses_of_two_heads)
+    monkeypatch.setattr(
+        model, "batch_totals", lambda loss, outputs, targets: batch_totals(loss["tokens"], outputs[0], targets)
+    )
+    terms = lambda outputs, targets: {"tokens": (targets != PAD).sum(), "rare": rare(targets).sum()}  # noqa: E731
+    monkeypatch.setattr(model, "loss_terms", terms)
+    weights, losses = distances(trained(tmp_path, "--max-steps", 20))
+    assert weights < 1e-5 and losses < 1e-5
+
+
 def test_several_losses_must_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
     one = torch.ones((), requires_grad=True)
 

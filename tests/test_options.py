@@ -187,7 +187,7 @@ VALUES: dict[str, str | None] = {
     **dict(rank="1", world_size="3", init_method="file:///tmp/a_b"),
 }
 TOGETHER = ("rank", "world_size", "init_method")
-NEEDED = {"cache": ["--dataset=imagefolder"], "guard": ["--deterministic"]}
+NEEDED = {"cache": ["--dataset=imagefolder"], "evaluate": ["--output-dir=runs"], "guard": ["--deterministic"]}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -285,6 +285,8 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--clip-grad 0", ["--clip-grad", "'0'", "must be a number > 0"]),
     ("--evaluate --resume never", ["--evaluate", "--resume never"]),
     ("--evaluate=yes", ["--evaluate", "'yes'"]),
+    ("--evaluate", ["--evaluate", "--resume PATH", "--output-dir"]),
+    ("--config=", ["--config", "path"]),
     ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16", "fp16"]),
     ("--matmul-precision tf32", ["--matmul-precision", "'tf32'", "highest", "high", "medium"]),
     ("--compile=inductor", ["--compile", "'inductor'"]),

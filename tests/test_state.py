@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from typing import NamedTuple
+import math
+import pickle
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +18,7 @@ from ddp.core.errors import differences
 from ddp.distributed import rank_reports
 from ddp.distributed.rank_reports import Collective, Report
 from ddp.distributed.tensors import Streams, check_state, map_tensors, snapshot
+from ddp.training.output_dir import _truncate_after
 
 
 class Pair(NamedTuple):
@@ -39,6 +45,49 @@ def test_a_mapping_that_a_checkpoint_could_not_load_is_refused_at_the_save() -> 
         check_state({"model": {"w": torch.ones(2, device="meta")}})
 
 
+class Names(list[str]):
+    """Of a dataset, for example."""
+
+
+class Own(torch.Tensor):
+    """As images of torchvision are."""
+
+
+REFUSED = [
+    defaultdict(int, {"a": 1}),
+    Pair(torch.ones(2), 3),
+    Names(["a"]),
+    {Path("a"): 1},
+    {numpy.int64(1): 2},
+    {frozenset({1}): 2},
+    torch.ones(2).as_subclass(Own),
+]
+HELD = [
+    OrderedDict(a=[1, "b", b"c", None, True, 2.5, 1j]),
+    Counter("aab"),
+    {(1, ("a", 2)): torch.Size([2, 3])},
+    [torch.float16, torch.device("cpu"), torch.nn.Parameter(torch.ones(2))],
+    torch.ones(2).to_sparse(),
+]
+
+
+@pytest.mark.parametrize("value", [*REFUSED, *HELD], ids=lambda value: type(value).__name__)
+def test_a_checkpoint_is_saved_only_if_torch_can_load_it(value: Any, tmp_path: Path) -> None:
+    """What is saved without an error, and cannot be loaded, would be noticed at the resume."""
+    refused = any(value is each for each in REFUSED)
+    torch.save({"own": value}, tmp_path / "file.pt")
+    with pytest.raises(pickle.UnpicklingError) if refused else nullcontext():
+        torch.load(tmp_path / "file.pt", weights_only=True)
+    with pytest.raises(TypeError, match=r"own.*no checkpoint can hold") if refused else nullcontext():
+        check_state({"own": value})
+
+
+def test_a_metric_that_is_never_a_number_is_best_once() -> None:
+    """--patience counts from there."""
+    state, values = TrainState(), [math.nan, math.nan, 0.1, math.nan, 0.1, 0.2]
+    assert [state.update_best(value, {}) for value in values] == [True, False, True, False, False, True]
+
+
 def test_an_equal_metric_is_no_better_one_and_any_is_better_than_nan() -> None:
     state = TrainState(step=1)
     assert state.update_best(0.5, {})
@@ -61,3 +110,10 @@ def test_other_operations_on_tensors_of_the_same_shape_are_different_calls() -> 
     }
     found = rank_reports.find_mismatch(reports)
     assert found == "rank 0 called all_reduce at main.py:0, but rank 1 called broadcast at main.py:1"
+
+
+def test_damaged_lines_of_metrics_are_dropped_at_a_resume(tmp_path: Path) -> None:
+    path, good = tmp_path / "metrics.jsonl", ['{"step": 1, "split": "train"}\n', '{"step": 2, "split": "val"}\n']
+    path.write_bytes(f'{good[0]}x\n{good[1]}{{"st'.encode().replace(b"x", b"\xff\xfe{"))
+    assert _truncate_after(path, last_step=5) == {("val", 2)}
+    assert path.read_text() == "".join(good)

@@ -278,6 +278,18 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_saves_nothing(
     assert (status["state"], status["exit_code"]) == ("failed", 6)
 
 
+def test_a_meter_may_be_kept_over_evaluations_of_fewer_batches_than_ranks() -> None:
+    def evaluated(ctx: DistContext) -> list[float]:
+        meter, found = Meter(ctx), []
+        for _ in range(3):
+            if ctx.rank == 0:
+                meter.add({"count": 5})
+            found.append(meter.take()["count"].item())
+        return found
+
+    assert on_ranks(2, evaluated) == [[5, 5, 5]] * 2
+
+
 def test_totals_of_many_batches_are_exact_and_keep_no_graph() -> None:
     """Many batches are added at once; the activations that a loss depends on are freed before that."""
     weight = torch.ones(1, requires_grad=True)

@@ -35,23 +35,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import model as model_file
-from benchmark_report import (
-    DATA,
-    NO_SYNC,
-    NO_TERMS,
-    ONE,
-    PARALLEL,
-    STRONG,
-    WEAK,
-    Row,
-    breakdown,
-    memory_table,
-    plot,
-    summarize,
-    table,
-    warning,
-    write_csv,
-)
+from benchmark_report import DATA, NO_SYNC, NO_TERMS, ONE, PARALLEL, STRONG, WEAK, Row, show
 from config import Config
 from data import load_datasets
 from ddp.core.errors import UsageError
@@ -60,22 +44,15 @@ from ddp.core.options import OptionParser, flag_of, number
 from ddp.core.parts import of_parts
 from ddp.data.loader import Step, TrainLoader
 from ddp.data.samples import check_datasets
-from ddp.distributed.process_group import DistContext, check_backend, init_distributed
+from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv, find_rank_env
 from ddp.distributed.seeds import seed_everything
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run, run_and_exit
 from ddp.training.loss_mean import LossMean
+from ddp.training.run import prepare
 from ddp.training.run_log import memory_mb
-from ddp.training.wrapping import (
-    accumulate,
-    autocast,
-    check_model,
-    choose_algorithms,
-    grad_scaler,
-    model_name,
-    wrap_model,
-)
+from ddp.training.wrapping import accumulate, autocast, check_model, grad_scaler, model_name, wrap_model
 from model import build_model, build_optimizer, compute_loss, forward
 
 MAX_ON_CPU = 8  # processes, unless --nproc asks for more
@@ -208,8 +185,7 @@ def measure(
     finish: Callable[[str, list[Row]], None], rounds: int, seconds: float, config: Config, env: RankEnv
 ) -> None:
     """Measure this number of processes; pass a title and the rows to `finish`, once. Call on every rank."""
-    check_backend(config)
-    choose_algorithms(config)
+    config = prepare(config, env)
     task = Task(config)
     check_model(config, task.model)
     with init_distributed(config, env) as ctx:
@@ -271,31 +247,6 @@ def _compiled(config: Config, model: nn.Module) -> nn.Module:
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
-
-
-def show(config: Config, output: Path, title: str, rows: Sequence[Row]) -> None:
-    """Print the tables; write benchmark.csv and, with matplotlib, benchmark.png."""
-    lines = summarize(rows)
-    print(f"{title}\n\n{table(lines)}")
-    print("spread: between the rounds. weak: each process has a whole batch; strong: they share one.")
-    if any(line.kind.startswith("--") for line in lines):  # of a part, instead of DDP
-        print(f"\nMemory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(lines)}")
-    if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
-        print("DataParallel needs two GPUs.")
-    if config.device == "cpu" or not torch.cuda.is_available():
-        print("Processes on CPUs share the cores of their machine; one process alone uses all of them.")
-    print(f"\nWhere the time of a step of DDP goes, with a batch of {config.batch_size} on each process:")
-    print(breakdown(lines))
-    if warning(lines):
-        print(f"\n{warning(lines)}")
-    output.mkdir(parents=True, exist_ok=True)
-    write_csv(output / "benchmark.csv", lines)
-    print(f"\n{output / 'benchmark.csv'}")
-    try:
-        plot(output / "benchmark.png", title, lines)
-        print(output / "benchmark.png")
-    except ImportError:
-        print("to get a plot: pip install matplotlib")
 
 
 def keep(report: Path, title: str, rows: Sequence[Row]) -> None:

@@ -5,6 +5,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ddp.core.errors import plural
 
@@ -150,3 +153,28 @@ def plot(path: Path, title: str, lines: Sequence[Line]) -> None:
     axes.set_xticks(sorted({line.processes for line in lines}))
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def show(config: Any, output: Path, title: str, rows: Sequence[Row]) -> None:
+    """Print the tables; write benchmark.csv and, with matplotlib, benchmark.png."""
+    lines = summarize(rows)
+    print(f"{title}\n\n{table(lines)}")
+    print("spread: between the rounds. weak: each process has a whole batch; strong: they share one.")
+    if any(line.kind.startswith("--") for line in lines):  # of a part, instead of DDP
+        print(f"\nMemory of a process, at its peak (on CPUs, with what malloc keeps):\n{memory_table(lines)}")
+    if not any(line.kind == PARALLEL for line in lines) and any(line.kind == ONE for line in lines):
+        print("DataParallel needs two GPUs.")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        print("Processes on CPUs share the cores of their machine; one process alone uses all of them.")
+    print(f"\nWhere the time of a step of DDP goes, with a batch of {config.batch_size} on each process:")
+    print(breakdown(lines))
+    if warning(lines):
+        print(f"\n{warning(lines)}")
+    output.mkdir(parents=True, exist_ok=True)
+    write_csv(output / "benchmark.csv", lines)
+    print(f"\n{output / 'benchmark.csv'}")
+    try:
+        plot(output / "benchmark.png", title, lines)
+        print(output / "benchmark.png")
+    except ImportError:
+        print("to get a plot: pip install matplotlib")

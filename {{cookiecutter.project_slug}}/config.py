@@ -12,7 +12,7 @@ from ddp.core.errors import UsageError
 from ddp.core.options import option
 from ddp.core.run_config import RunConfig
 
-# Options in three sections of --help: bool, int, float or str, or one of these | None, with min=, above=, max= or
+# One function for each section of --help: bool, int, float or str, or one of these | None, with min=, above=, max= or
 # choices=. --evaluate takes those in data and training from the checkpoint. Another value at a resume is refused,
 # unless the option has may_change=True. A path_option may differ between processes, and at a resume.
 data_option, training_option, speed_option = (partial(option, section=each) for each in ("data", "training", "speed"))

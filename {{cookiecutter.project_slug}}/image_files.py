@@ -172,11 +172,11 @@ class DecodedFiles(ImagesInMemory):
         try:
             path = cache_dir / f"{files.folder.name}-{files.transforms.image_size}-{_cache_key(files)}.npy"
             cache_dir.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
+            if not path.exists():  # otherwise it may be on a file system that is read-only
                 log.info("decoding %s images, once, into %s", f"{len(files):,}", path)
-            with FileLock(cache_dir / ".lock"):
-                if not path.exists():
-                    _decode(files, path)
+                with FileLock(cache_dir / ".lock"):
+                    if not path.exists():
+                        _decode(files, path)
             images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
         except OSError as error:
             raise SetupError(f"--cache {cache_dir}: {error}") from error
@@ -193,12 +193,12 @@ class DecodedFiles(ImagesInMemory):
 
 
 def _cache_key(files: ImageFiles) -> str:
-    """Changes with the list of the images, their sizes and times, and the source of the classes that read them."""
+    """Changes with the images, their sizes and times, `value_range`, and the source of the classes that read them."""
     key = hashlib.blake2b(digest_size=8)
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
-    key.update(digest_contents(FileList.of(files.samples)).encode())
+    key.update(f"{digest_contents(FileList.of(files.samples))}{files.transforms.value_range or ''}".encode())
     return key.hexdigest()
 
 

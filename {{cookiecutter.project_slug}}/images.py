@@ -131,7 +131,7 @@ class ImageDataset(BatchDataset):
         return torch.cat([padded, padded.flip(3)]), pad
 
     def _cropped(self, copies: Tensor, pad: int, rows: Tensor, samples: Tensor, epoch: int) -> Tensor:
-        """Images `rows` of those that `copies` show padded and flipped, drawn for `samples`: [b, c, h, w]."""
+        """For each of `rows`, its image in `copies` (of _padded_and_flipped), as drawn for its sample: [b, c, h, w]."""
         n, c, h, w = copies.shape[0] // 2, copies.shape[1], copies.shape[2] - 2 * pad, copies.shape[3] - 2 * pad
         seed = derive_seed(self.transforms.seed, epoch)
         down, right, flips = draw_crops(seed, self.transforms.flip, samples.to(copies.device), pad)
@@ -189,20 +189,19 @@ class ImagesInMemory(ImageDataset):
         return *found, self.images.index_select(0, samples)
 
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
-        targets, samples, *images = batch
-        if images or self.images.nbytes > MAX_COPIED_BYTES:
-            return super().augment((targets, samples, images[0] if images else self._select(samples)), epoch)
+        if len(batch) == 3 or self.images.nbytes > MAX_COPIED_BYTES:
+            return super().augment(self._with_images(batch), epoch)
+        targets, samples = batch
         if self._copies is None:  # once, and only for training; takes 2.5 times the memory of the images
             copies, pad = self._padded_and_flipped(self.images)
             self._copies = copies.contiguous(memory_format=self.transforms.memory_format), pad
         return targets, samples, self._cropped(*self._copies, samples, samples, epoch)
 
     def prepare(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        targets, samples, *images = batch
-        return super().prepare((targets, samples, images[0] if images else self._select(samples)))
+        return super().prepare(self._with_images(batch))
 
-    def _select(self, samples: Tensor) -> Tensor:
-        return self.images.index_select(0, samples)
+    def _with_images(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        return batch if len(batch) == 3 else (*batch, self.images.index_select(0, batch[1]))
 
 
 def split_by_class(targets: Tensor, fraction: float, seed: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ BATCH_SIZE = 64
 class SavedImages(ImagesInMemory):
     """The classes and the preparation of the training set of a checkpoint, with two black images.
 
-    description: content["dataset"] of the checkpoint, with what `describe` above adds.
+    description: content["dataset"] of the checkpoint, with what ImageDataset.describe in images.py adds.
     """
 
     def __init__(self, description: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ class CheckpointManager:
         content["callbacks"] = {type(each).__name__: each.state_dict() for each in self.ctx.callbacks}
         check_state(content)
         self.last_step = step = self.train_state.step
-        best = self.train_state.best_step == step
+        best = self.train_state.best is not None and self.train_state.best_step == step
         # 3. Copy it to host memory, on rank 0 alone unless a part splits it. Training may then continue.
         rest: list[WriteRest] = []
         for each in self.ctx.callbacks:
@@ -294,7 +294,7 @@ class CheckpointManager:
 
     def _load(self, content: Mapping[str, Any], receive: Callable[[str], Any]) -> None:
         vars(self.train_state).update(vars(TrainState.of(content)))
-        if Path(content["path"]).parent == self.directory.path:
+        if self.ctx.on_main(lambda: Path(content["path"]).parent == self.directory.path):  # each rank has its own
             self.last_step = self.train_state.step
             self._report_saved(self.last_step)
         self._load_parts(content, receive, for_training=not self.config.evaluate)

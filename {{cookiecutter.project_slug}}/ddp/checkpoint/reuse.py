@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SECTIONS = ("data", "training")  # of --help
 MORE = ("seed", "precision", "matmul_precision")
 NAMES = ("state_dict", "model_state_dict", "model")  # under which files of other programs hold the weights of a model
-PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+PREFIXES = ("module.", "_orig_mod.", "module.")  # of DistributedDataParallel and torch.compile, in either order
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -35,14 +35,14 @@ PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.com
 def with_saved_options(config: Config, env: RankEnv) -> Config:
     """For --evaluate, `config` with the options of the checkpoint to evaluate; but those of the command line win.
 
-    Only if --resume or --output-dir names it. The machine of rank 0 must have the file; on one without it, the command
-    line counts, and ranks that differ are refused. Raises CheckpointError, or UsageError if options contradict others.
+    The machine of rank 0 must have the file; on one without it, the command line counts, and ranks that differ are
+    refused. Raises CheckpointError, or UsageError if options contradict others.
     """
     if not config.evaluate:
         return config
     paths, saved = [Path(config.resume)], {}
     if config.resume in RESUME_WORDS:
-        paths = CheckpointDirectory(config).paths() if config.output_dir else []
+        paths = CheckpointDirectory(config).paths()
     reasons = []
     for path in paths:
         try:

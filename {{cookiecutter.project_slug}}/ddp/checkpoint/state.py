@@ -41,7 +41,7 @@ class TrainState:
 
     def update_best(self, value: float, metrics: Mapping[str, float]) -> bool:
         """Record `value` if it is the highest so far, and return whether it is. Any number is better than a NaN."""
-        if self.best is not None and not math.isnan(self.best) and not value > self.best:
+        if self.best is not None and not (value > self.best or math.isnan(value) < math.isnan(self.best)):
             return False
         self.best, self.best_step, self.epochs_since_best = value, self.step, 0
         self.best_metrics = {name: float(each) for name, each in metrics.items()}

@@ -49,7 +49,7 @@ class InvalidCheckpoint(CheckpointError):
     """This file cannot be used."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)  # by which it is pickled
+        Exception.__init__(self, path, reason)  # by which it is pickled
         self.reason = reason
 
     def __str__(self) -> str:

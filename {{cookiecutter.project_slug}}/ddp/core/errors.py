@@ -33,6 +33,10 @@ class UserError(Exception):
     exit_code: int = ExitCode.BUG
     on_every_rank = False  # whether all ranks raise the same error: then only rank 0 prints it
 
+    def __init__(self, message: str = "", **attributes: Any) -> None:
+        super().__init__(message)
+        vars(self).update(attributes)
+
     def __init_subclass__(cls, **attributes: Any) -> None:
         for name, value in attributes.items():
             setattr(cls, name, value)
@@ -77,10 +81,6 @@ class CollectiveMismatch(RankHangs, exit_code=ExitCode.BUG):
 class PeerFailed(UserError):
     """This rank is fine, but another one failed; this rank exits with the exit code of that one."""
 
-    def __init__(self, message: str, exit_code: int = ExitCode.BUG) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
 
 class Stopped(UserError, exit_code=ExitCode.STOPPED, on_every_rank=True):
     """A signal, or the program, asked the run to stop, and it stopped in an orderly way."""
@@ -90,8 +90,7 @@ class QuitImmediately(UserError):
     """A second signal asked the process to exit at once, with 128 + its number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"quit immediately on a second signal ({signal.Signals(number).name})")
-        self.exit_code = 128 + number
+        super().__init__(f"quit immediately on a second signal ({signal.Signals(number).name})", exit_code=128 + number)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -132,8 +132,8 @@ def translate_exception(error: BaseException) -> BaseException:
     if disconnected or (isinstance(error, RuntimeError) and text.startswith("DataLoader worker")):
         return PeerLost("a DataLoader worker was killed; if memory ran out: lower --workers, or enlarge /dev/shm")
     if GPU_FAULT.search(text):  # a restart may help: the driver no longer uses the damaged memory
-        gpu, remedy = f"the GPU of rank {process_exit.rank}", "if a restart fails as well, leave this machine out"
-        return PeerLost(f"{gpu} on {socket.gethostname()} failed ({text.splitlines()[0]}): {remedy}")
+        gpu = f"the GPU of rank {process_exit.rank} on {socket.gethostname()}"
+        return PeerLost(f"{gpu} failed ({text.splitlines()[0]}): if a restart fails as well, leave this machine out")
     if found := re.search(r"([^:\n]+) does not have a deterministic implementation", text):
         lacks = f"{found[1].strip()}{where} has no deterministic form on this device"
         return UsageError(f"--deterministic: {lacks}: replace this operation, or remove --deterministic")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp.core.errors import UsageError
-from ddp.core.options import OptionParser, file_arguments, flag_of, option
+from ddp.core.options import OptionParser, file_arguments, flag_of, option, path
 from ddp.core.parts import of_parts
 
 Config = TypeVar("Config", bound="RunConfig")
@@ -53,7 +53,9 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
     clip_grad: float | None = _training(None, "clip the gradient to this norm", above=0)
     ema: float | None = _training(None, "evaluate a moving average of the weights, decay such as 0.999", min=0, max=1)
     patience: int | None = _training(None, "stop after N epochs without a better validation", min=1, may_change=True)
-    evaluate: bool = _training(False, "evaluate the newest checkpoint, or --resume PATH; no training", may_change=True)
+    evaluate: bool = _training(
+        False, "no training: evaluate --resume PATH, or the newest checkpoint in --output-dir", may_change=True
+    )
 
     precision: str = _speed("fp32", "number format of the forward and backward pass", choices=("fp32", "bf16", "fp16"))
     matmul_precision: str = _speed(
@@ -95,7 +97,7 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
         )
         parser.add_options(cls)
         text = "read options from a TOML file, or from the config.json of a run; the command line wins"
-        parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+        parser.add_argument("--config", metavar="FILE", type=path, default=argparse.SUPPRESS, help=text)
         given = vars(parser.parse_args(arguments))
         if file := given.pop("config", None):
             try:
@@ -138,6 +140,8 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
             raise UsageError(f"--init-from begins a new run, and {other} does not: remove one of them")
         if self.evaluate and self.resume == "never":
             raise UsageError("--evaluate needs a checkpoint: remove --resume never")
+        if self.evaluate and not (is_path or self.output_dir):  # the default one depends on options of the checkpoint
+            raise UsageError("--evaluate: pass --resume PATH of a checkpoint, or --output-dir of its run")
         if self.backend == "nccl" and self.device == "cpu":
             raise UsageError("--backend nccl needs --device cuda: NCCL works between GPUs only")
         if self.sync_bn and self.device == "cpu":

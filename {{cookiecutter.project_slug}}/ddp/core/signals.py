@@ -12,13 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from ddp.core.errors import PeerLost, QuitImmediately, Stopped, UserError
 from ddp.core.process_exit import process_exit
-from ddp.core.threads import dump_stacks
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -76,7 +74,6 @@ class StopSignal(SignalHandler):
         self.announced = False  # True once the stop was announced; also if the run fails, because no step follows
         self.mask: set[Any] = set()  # of signals that were blocked before a fork
         self.parent: int | None = None  # the launcher's process id; 0 if it is in another PID namespace
-        self.deadline: tuple[float, BaseException] | None = None
 
     def listen(self, parent: int | None = None) -> None:
         """Receive signals from now on; with `parent`, the launcher's process id, also stop when it is gone."""
@@ -112,15 +109,6 @@ class StopSignal(SignalHandler):
         if self.reason is None:
             self.requested_at, self.text, self.reason = time.monotonic(), text, reason
 
-    @contextmanager
-    def watchdog(self, seconds: float, error: BaseException) -> Iterator[None]:
-        """Print all stacks and exit with `error` unless the block ends in time."""
-        self.deadline = (time.monotonic() + seconds, error)
-        try:
-            yield
-        finally:
-            self.deadline = None
-
     def _watch(self, pipe: int) -> None:
         """In the thread, as all methods below."""
         while True:
@@ -136,10 +124,6 @@ class StopSignal(SignalHandler):
                 self.announced = True
                 again = " (signal again to quit immediately)" if self.first is not None else ""
                 log.info("stop requested: saving and exiting after this step%s", again)
-            deadline = self.deadline
-            if deadline is not None and time.monotonic() > deadline[0]:
-                dump_stacks(process_exit.rank)
-                process_exit.hard_exit(deadline[1])
 
     def _launcher_gone(self) -> bool:
         return self.parent is not None and os.getppid() != self.parent
@@ -180,11 +164,9 @@ stop_signal = StopSignal()
 
 def stop_error(reason: int | None, detail: str, text: str = "") -> UserError:
     """The error for a request to stop: Stopped, with `text` for the reason in words; PeerLost without a launcher."""
-    error: UserError = Stopped(f"stopped on request{f' ({text})' if text else ''} {detail}")
     if reason == LAUNCHER_GONE:
-        error = PeerLost(f"the launcher is gone: stopped {detail}")
-        error.on_every_rank = True
-    return error
+        return PeerLost(f"the launcher is gone: stopped {detail}", on_every_rank=True)
+    return Stopped(f"stopped on request{f' ({text})' if text else ''} {detail}")
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -97,7 +97,7 @@ class TrainLoader(_Loader):
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, sampler: Any = None) -> None:
         super().__init__(dataset, "training", config, ctx)
-        # `to` may have raised that of the dataset. EvalLoader keeps the old one.
+        # hooks.to may have raised the chunk_size of the dataset: EvalLoader keeps the smaller chunks.
         self.chunk_size = self._whole_batches()
         self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
         seed = derive_seed(config.seed)  # the epoch is added to it: a plain seed 0 would become seed 1 in epoch 1

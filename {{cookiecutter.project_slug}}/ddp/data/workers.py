@@ -83,13 +83,16 @@ class Workers:
 
 
 def _positions() -> dict[str, int]:
-    """The position of each regular file that this process has opened to read, by its path and descriptor."""
+    """The position of each regular file that this process has opened to read, by its path and descriptor.
+
+    Not of descriptor 0, which a shell script may read as well: workers have none.
+    """
     found: dict[str, int] = {}
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError, ValueError):  # it was closed meanwhile
             facts = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()[:2])
             read_only = int(facts["flags"], 8) & os.O_ACCMODE == os.O_RDONLY
-            if read_only and stat.S_ISREG(os.fstat(int(number)).st_mode):
+            if read_only and number != "0" and stat.S_ISREG(os.fstat(int(number)).st_mode):
                 path = os.readlink(f"/proc/self/fd/{number}")
                 found |= {} if path.startswith("/proc/") else {f"{path} (descriptor {number})": int(facts["pos"])}
     return found
@@ -165,15 +168,12 @@ class DataWait:
         """Raises StopRequested on every rank if all are asked to stop while they wait for data that do not come."""
         if os.path.isdir("/proc/self/task"):  # otherwise nothing tells a slow dataset from one that hangs
             threading.Thread(target=self._watch, name="data wait", daemon=True).start()
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(STACK_SIGNAL, self._interrupt)
         try:
-            batch, first = self._next(), True
+            batch = self._next()
+            self._refuse_shared_file(None)
             while batch is not END:
-                if first:
-                    self._refuse_shared_file(None)
                 yield batch
-                batch, first = self._next(), False
+                batch = self._next()
         except Exception as error:
             if "DataLoader worker" in str(error):  # what it has read may be damaged
                 self._refuse_shared_file(error)
@@ -191,6 +191,8 @@ class DataWait:
             raise UsageError(f"{path} was opened before the DataLoader workers, which share it: {remedy}") from error
 
     def _next(self) -> Any:
+        if threading.current_thread() is threading.main_thread():  # an evaluation between two steps has set its own
+            signal.signal(STACK_SIGNAL, self._interrupt)
         self.began = time.monotonic()
         try:
             batch = next(self.workers.batches, END)

@@ -202,7 +202,7 @@ class FailureMonitor:
         return error if same or first["rank"] == self.rank else self._peer_failed(first)
 
     def _peer_failed(self, record: dict[str, Any]) -> PeerFailed:
-        return PeerFailed(f"rank {self.rank} is exiting because {record['message']}", record["code"])
+        return PeerFailed(f"rank {self.rank} is exiting because {record['message']}", exit_code=record["code"])
 
     def _call_store(self, call: Callable[[], Result]) -> Result | None:
         """What `call` returns; None if the store is out of reach. It is not called again then: each call may block."""

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,7 @@ from ddp.core.parts import Callback
 from ddp.core.process_exit import process_exit, tell_launcher
 from ddp.core.rank_logs import start_rank_log
 from ddp.core.run_config import RunConfig
-from ddp.core.signals import stop_signal
-from ddp.core.threads import BackgroundJob, Result
+from ddp.core.threads import BackgroundJob, Result, dump_stacks
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.rank_env import Launcher, RankEnv
 from ddp.distributed.rank_reports import backend_of, record_collectives
@@ -93,7 +93,7 @@ class DistContext:
         if bug is not None or isinstance(failure, UserError):
             raise bug or failure
         if failure is not None:
-            raise PeerFailed(f"rank {self.rank} is exiting because rank 0 failed: {failure}", code)
+            raise PeerFailed(f"rank {self.rank} is exiting because rank 0 failed: {failure}", exit_code=code)
         return value
 
     def wait_on_main(self, job: BackgroundJob) -> None:
@@ -139,7 +139,10 @@ class DistContext:
         return values
 
     def compare(self, value: Any) -> list[Any]:
-        """Empty if all ranks have the same `value`, which send its digest; else that of each. Call on every rank."""
+        """Empty if all ranks have the same `value`; otherwise the value of each, by rank. Call on every rank.
+
+        At first they send digests: a value may be large.
+        """
         digests = self.gather(hashlib.sha256(pickle.dumps(value)).digest())
         everyone = self.gather(value) if len({*digests}) > 1 else []
         return everyone if any(each != everyone[0] for each in everyone) else []  # one value may have two pickles
@@ -152,9 +155,8 @@ class DistContext:
             only_second = f"{{name}} exists on rank {rank} but not on rank 0"
             changed = f"{{name}} is {{first}} on rank 0 and {{second}} on rank {rank}"
             if found := differences(everyone[0], theirs, changed, only_first, only_second):
-                error = SetupError(f"{found[0]}: start all ranks with the same options, code and data")
-                error.on_every_rank = True
-                raise error
+                reason = f"{found[0]}: start all ranks with the same options, code and data"
+                raise SetupError(reason, on_every_rank=True)
 
 
 def check_backend(config: RunConfig) -> None:
@@ -216,7 +218,15 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
     if env.world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     hangs = SetupError(f"rank {env.rank} hangs while it connects to the others over {backend}")
-    with stop_signal.watchdog(timeout + HANG_GRACE_S, hangs):
+
+    def end() -> None:
+        dump_stacks(env.rank)
+        process_exit.hard_exit(hangs)
+
+    watchdog = threading.Timer(timeout + HANG_GRACE_S, end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
         try:
             dist.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -233,6 +243,8 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
         if backend == "nccl":
             _set_nccl_timeout(backend_of(device), timedelta(seconds=timeout + NCCL_GRACE_S))
         dist.all_reduce(torch.zeros(1))  # no rank continues, and perhaps exits, before all are connected
+    finally:
+        watchdog.cancel()
 
 
 def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:

@@ -7,6 +7,7 @@ the whole.
 import hashlib
 import time
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from functools import partial
@@ -16,7 +17,8 @@ import torch
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
 BLOCK = 1 << 20  # bytes that are read at once
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINERS = (dict, OrderedDict, Counter, list, tuple, torch.Size)  # torch.load refuses their subclasses
 
 
 def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
@@ -38,9 +40,9 @@ def map_tensors(tree: Any, function: Any, kind: Any = torch.Tensor) -> Any:
 
 
 def named_leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in a state that is no dict, list or tuple, with the keys that lead to it."""
-    if isinstance(tree, dict | list | tuple):  # a checkpoint can hold no other Mapping
-        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    """Everything in the dictionaries, lists and tuples of `tree`, whatever it is, with the keys that lead to it."""
+    if isinstance(tree, Mapping | list | tuple):
+        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from named_leaves(part, (*keys, key))
     else:
         yield keys, tree
@@ -53,12 +55,8 @@ def map_named(tree: Any, function: Callable[[tuple[Any, ...], torch.Tensor], Any
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in the dictionaries, lists and tuples of `tree`, whatever it is."""
-    if isinstance(tree, Mapping | list | tuple):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from leaves(part)
-    else:
-        yield tree
+    """The same without the keys."""
+    return (part for _, part in named_leaves(tree))
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -82,13 +80,20 @@ def digest(state: Any) -> str:
     return result.hexdigest()
 
 
-def check_state(state: Any) -> None:
+def check_state(state: Any, name: str = "state") -> None:
     """Raise TypeError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
-    for keys, part in named_leaves(state):
-        if part.is_meta if isinstance(part, torch.Tensor) else type(part) not in PLAIN_TYPES:
-            name = "state" + "".join(f"[{key!r}]" for key in keys)
-            what = "is on the device meta" if isinstance(part, torch.Tensor) else f"is of {type(part)}"
-            raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor or a plain number")
+    if type(state) in CONTAINERS:
+        for key, part in state.items() if isinstance(state, dict) else enumerate(state):
+            if type(key) not in PLAIN_TYPES:
+                check_state(key, f"the key {key!r} of {name}")
+            if type(part) not in PLAIN_TYPES:
+                check_state(part, f"{name}[{key!r}]")
+        return
+    loads = (torch.Tensor, torch.nn.Parameter, *PLAIN_TYPES, *torch.serialization.get_safe_globals())
+    on_meta = isinstance(state, torch.Tensor) and state.is_meta
+    if on_meta or not (type(state) in loads or is_split(state)):
+        what = "is on the device meta" if on_meta else f"is of {type(state)}"
+        raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor, a plain value, a dict or a list")
 
 
 # ---- tensors that are split over the ranks ---------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic import rendezvous as elastic
 
-from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, UserError, print_line
+from ddp.core.errors import ExitCode, PeerLost, SetupError, Stopped, print_line
 from ddp.core.host import allow_many_files, is_own_address, own_addresses, plain, port_problem
 from ddp.core.process_exit import FAILURE_KEY, failure_record
 from ddp.core.run_config import ROUND_VARIABLE
@@ -289,9 +289,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
         if answer["ended"]:
             reported = bool(last and answer["reported"])
             raise RunEnded(last if last and last.outcome == FINAL else RoundEnd(code, message, reported=reported))
-        error: UserError = Stopped(message) if code == ExitCode.STOPPED else SetupError(message)
-        error.exit_code = code
-        raise error
+        raise (Stopped if code == ExitCode.STOPPED else SetupError)(message, exit_code=code)
 
     def _is_there(self, store: StoreClient, launcher: str) -> bool:
         before = store.add(f"beat/{launcher}", 0)

@@ -5,8 +5,8 @@ import torch
 from ddp.core.run_config import RunConfig
 from ddp.distributed.process_group import DistContext
 
-FIRST, HELD = 16, 20  # steps of an epoch: from the first one on they are timed; after the other one the GPU is held
-HELD_STEPS, MAX_HELD_S = 1.5, 1.0  # for so long: the program issues the next step meanwhile
+FIRST, HELD = 16, 20  # of an epoch: steps are timed from step 16 on, and after step 20 the GPU is held
+HELD_STEPS, MAX_HELD_S = 1.5, 1.0  # for how long, and at most: the program issues the next step meanwhile
 CYCLES_PER_S = 2e9  # of a GPU, about
 MIN_STEPS = 2 * HELD  # of an epoch
 MIN_SHARE = 1 / 3  # of a step, from which on it is worth a line

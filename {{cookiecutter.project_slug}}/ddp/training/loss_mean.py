@@ -42,11 +42,12 @@ class LossMean:
             self.expected = torch.where(sums > 0, sums, 1.0) / self.ctx.world_size / len(known)
         self.terms = self.terms + terms
         weights = zip(losses.values(), (terms / self.expected).tolist(), strict=True)
-        if weighted := [each * weight for each, weight in weights if weight]:
+        weighted = [each * weight for each, weight in weights if weight]
+        if len(weighted) == len(losses):
             return sum(weighted[1:], weighted[0])
-        # Without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient.
-        parts = [part.sum() for part in leaves(outputs) if getattr(part, "requires_grad", False)]
-        return 0 * sum(parts or losses.values())
+        # Without terms, a loss may be 0 / 0, but the other ranks wait for this rank's gradient of each weight.
+        parts = [part for part in leaves(outputs) if getattr(part, "requires_grad", False)] or losses.values()
+        return sum([*weighted, *((0 * part).nan_to_num().sum() for part in parts)])
 
     def finish(self, model: torch.nn.Module) -> bool:
         """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""

@@ -42,7 +42,7 @@ class Meter:
         for name, value in batch_totals.items():
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
-            # Without its graph, which would keep the memory of its step. All rows, such as of a gradient's norm.
+            # Without its graph, which would keep the memory of its step. With --shard, a norm of gradients is split.
             totals[name] = map_tensors(value, lambda tensor: whole(tensor).detach())
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
@@ -64,7 +64,8 @@ class Meter:
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
-        if not (self.pending or self.local or self.zeros is None):
+        adds = bool(self.pending or self.local or self.zeros is None)
+        if not self.ctx.sum(torch.tensor(float(adds))):  # of all ranks: this one may have had no batch
             return
         self._add_pending()
         local, self.local = map_tensors(self.local, torch.Tensor.cpu), {}

@@ -213,7 +213,7 @@ def _ignore_tensorboard_thread(arguments: threading.ExceptHookArgs) -> None:
 def _truncate_after(path: Path, last_step: int) -> set[tuple[str, int]]:
     """Delete the lines of `path` after `last_step`, and incomplete ones. Returns split and step of the evaluations."""
     kept, evaluated = [], set()
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):  # truncated when the process was killed
             values = json.loads(line)
             if values["step"] <= last_step:

@@ -102,9 +102,10 @@ class Run:
         stop_signal.mark_requested(signal.SIGTERM, reason)
 
     def should_stop(self, decision: StopDecision | None = None) -> bool:
-        """Whether any rank was asked to stop, or agreed on `decision`: all ranks get the same answer, twice a second.
+        """Whether any rank was asked to stop, or agreed on `decision`: the same answer on all ranks.
 
-        Raises on every rank if the last checkpoint could not be written.
+        They ask each other twice a second; in between, the answer is False. Raises on every rank if the last
+        checkpoint could not be written.
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
         for each in self.ctx.callbacks:
