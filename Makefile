@@ -23,9 +23,9 @@ export RUFF_CACHE_DIR := $(abspath build)/ruff
 export MYPY_CACHE_DIR := $(abspath build)/mypy
 PYTEST := $(BIN)/python -m pytest -o cache_dir='$(abspath build)/pytest'
 
-# Tests wait for half of their time, so two cores carry five workers. Distribute whole files, because the tests of a
+# Tests wait for half of their time, so two cores carry six workers. Distribute whole files, because the tests of a
 # file share what they render or start.
-IN_PARALLEL := --numprocesses 5 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := --numprocesses 6 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all own-tests ports check lint types bench versions versions-oldest versions-middle versions-newest gpu
 
@@ -33,9 +33,9 @@ demo: $(VENV)/demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/ready
-	$(MAKE) --no-print-directory --jobs --output-sync lint types
-	@# Those of the template are those that every generated project has.
-	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL)
+	@# The tests of the template are those that every generated project has.
+	$(MAKE) --no-print-directory --jobs --output-sync lint types & checks=$$!; \
+	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL); code=$$?; wait $$checks && exit $$code
 
 # What enumerates: each state of the disk, each operation, all ports, examples and benchmarks. `make test` has a sample
 # of each; SEED=... chooses another one.

@@ -140,10 +140,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 # Longest first, so that processes that take file by file end at nearly the same time.
 LONG = (
-    *("crash_states", "ports", "nodes", "machines", "chaos", "benchmarks", "launch", "options", "data", "examples"),
-    *("faults", "data_wait", "ssh", "slurm", "mirror", "generator", "rank_files", "shard_more_faults", "shard"),
-    *("storage", "resume", "owner_code", "recipes", "rehearse", "shard_faults", "documentation", "benchmark"),
-    *("check", "training", "steps"),
+    *("crash_states", "ports", "rendezvous", "nodes", "machines", "chaos", "benchmarks", "resume", "launch", "options"),
+    *(
+        "data",
+        "training",
+        "rehearse",
+        "examples",
+        "faults",
+        "data_wait",
+        "ssh",
+        "slurm",
+        "mirror",
+        "generator",
+        "steps",
+    ),
+    *("rank_files", "shard_more_faults", "shard", "storage", "owner_code", "loss_terms", "recipes"),
+    *("surroundings", "samples", "shard_faults", "documentation", "benchmark", "check"),
 )
 
 

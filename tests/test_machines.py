@@ -257,6 +257,7 @@ def load_datasets(config): return Datasets(train=Numbers())
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, "launchers that are lost")
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.sample(0))])
 def test_machines_continue_without_one_which_joins_again_when_it_is_back(
     project: Path, tmp_path: Path, count: int

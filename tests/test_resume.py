@@ -226,7 +226,7 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default() -> None:
     then["comm_hook"] = "bf16"
     (refused,) = differences()
     assert refused == "--comm-hook (now 'Compressed gradients' in docs/recipes.md) was bf16, is none"
-    assert differences("--evaluate") == []
+    assert differences("--evaluate", "--output-dir=runs") == []
 
 
 def test_classes_in_another_order_are_other_classes() -> None:
@@ -240,7 +240,7 @@ def test_classes_in_another_order_are_other_classes() -> None:
         "shapes": {},
     }
     ours, theirs = ({**facts, "dataset": {"classes": classes}} for classes in (["cat", "dog"], ["dog", "cat"]))
-    for options in ([], ["--evaluate"]):
+    for options in ([], ["--evaluate", "--output-dir=runs"]):
         found = run_differences(Config.parse(options), ours, theirs)
         assert found == ["class 0 of the data was dog, is cat", "class 1 of the data was cat, is dog"]
 

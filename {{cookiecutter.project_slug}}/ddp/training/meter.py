@@ -42,7 +42,7 @@ class Meter:
         for name, value in batch_totals.items():
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
-            # Without its graph, which would keep the memory of its step. With --shard, a norm of gradients is split.
+            # Without its graph, which would keep the memory of its step. A norm of split gradients is split as well.
             totals[name] = map_tensors(value, lambda tensor: whole(tensor).detach())
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
