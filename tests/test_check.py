@@ -54,7 +54,7 @@ def said(node: Program) -> str:
     return re.sub(r"^node \d: waiting .*\n", "", node.output(), flags=re.MULTILINE)
 
 
-@pytest.mark.sample(2, "checks of machines")
+@pytest.mark.sample(1, "checks of machines")
 @pytest.mark.slow
 def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(quick: Path, tmp_path: Path) -> None:
     """Other options and files are only named once all was shown."""
@@ -78,7 +78,7 @@ def test_two_machines_are_shown_side_by_side_with_what_their_network_carries(qui
     assert not (tmp_path / "out").exists(), "nothing is written"
 
 
-@pytest.mark.sample(2, "checks of machines")
+@pytest.mark.sample(1, "checks of machines")
 @pytest.mark.slow
 def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(quick: Path, tmp_path: Path) -> None:
     status = tmp_path / "out" / "status.json"
@@ -95,7 +95,7 @@ def test_one_machine_is_checked_alone_and_a_run_that_it_has_lost_stays_as_it_is(
     assert status.read_bytes() == before and list(status.parent.iterdir()) == [status]
 
 
-@pytest.mark.sample(2, "checks of machines")
+@pytest.mark.sample(1, "checks of machines")
 @fault(27)
 def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: Path) -> None:
     copy = copy_template(tmp_path / "copy")
@@ -112,7 +112,7 @@ def test_what_differs_is_shown_first_and_then_refused_with_both_hosts(tmp_path: 
     ]  # fmt: skip
 
 
-@pytest.mark.sample(2, "checks of machines")
+@pytest.mark.sample(1, "checks of machines")
 @fault(27)
 def test_a_check_on_one_machine_and_a_training_on_the_other_are_refused() -> None:
     with machines(2) as two:

@@ -169,7 +169,7 @@ def test_two_machines_meet_and_their_workers_know_the_world_size(
     assert_nothing_left(project)
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(25)
 def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], project: Path) -> None:
     serve = "import socket, time; s = socket.create_server(('', 29500)); print('up'); time.sleep(600)"
@@ -179,7 +179,7 @@ def test_a_port_that_is_taken_is_named_with_its_holder(two: list[Machine], proje
     assert "socket.create_server" in line
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(25)
 def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine], project: Path) -> None:
     replace(project / "ddp" / "launcher" / "node_rendezvous.py", "_GRACE_S = 10.0", "_GRACE_S = 1.0")
@@ -193,7 +193,7 @@ def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine],
     assert "node 1 (gpu2) finds another program than node 0 at 10.77.0.1:29500" in line and "--master-port" in line
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(26)
 def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], project: Path) -> None:
     nodes = [node(machine, rank, project, MASTER_ADDR="gpu77") for rank, machine in enumerate(two)]
@@ -201,7 +201,7 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], pro
         refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address")
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(26)
 def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:
     programs = {wrong: node(two[0], 0, project, MASTER_ADDR=wrong) for wrong in ("10.77.0.9", "8.8.8.8")}
@@ -209,7 +209,7 @@ def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], proje
         refused_alike([program], f"--master-addr {wrong} is not an address of gpu1", "10.77.0.1")
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(26)
 def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine], project: Path) -> None:
     program = node(two[1], 1, project, MASTER_ADDR="192.168.9.9")
@@ -263,7 +263,7 @@ def test_nodes_that_were_started_differently_are_refused_both_by_name(
     refused_alike(nodes, says, "node 0 (gpu1, 10.77.0.1) and node 1 (gpu2, 10.77.0.2) do not agree")
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(27)
 def test_other_options_are_refused(two: list[Machine], project: Path) -> None:
     nodes = [node(two[0], 0, project, "", "--", "--lr", 0.1), node(two[1], 1, project, "", "--", "--epochs", 20)]
@@ -271,7 +271,7 @@ def test_other_options_are_refused(two: list[Machine], project: Path) -> None:
     assert "differs" not in line
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(27)
 def test_other_code_is_refused_and_the_files_are_named(two: list[Machine], project: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "another name"
@@ -291,7 +291,7 @@ def late_node(machine: Machine, rank: int, project: Path, **environ: str) -> Pro
     return late
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(27)
 def test_one_node_rank_on_two_machines_is_refused_on_all_even_on_one_that_comes_later(project: Path) -> None:
     several = {"NNODES": "3", "START_GRACE": "90"}
@@ -305,7 +305,7 @@ def test_one_node_rank_on_two_machines_is_refused_on_all_even_on_one_that_comes_
         assert "node 1 (gpu2, 10.77.0.2)" in line and "node 1 (gpu3, 10.77.0.3)" in line
 
 
-@pytest.mark.sample(3, "refusals of nodes")
+@pytest.mark.sample(2, "refusals of nodes")
 @fault(27)
 def test_a_second_node_0_is_refused_and_so_is_the_first(two: list[Machine], project: Path) -> None:
     late = late_node(two[1], 1, project, START_GRACE="90")

@@ -74,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return output
 
 
-@pytest.mark.sample(2, "files of ranks")
+@pytest.mark.sample(1, "files of ranks")
 def test_each_rank_writes_its_own_rows_and_one_file_can_be_made_of_them(trained: Path, tmp_path: Path) -> None:
     output = Path(shutil.copytree(trained, tmp_path / "run"))
     kept = [*output.rglob("step_*[0-9].pt"), output / "best.pt"]
@@ -140,7 +140,7 @@ def test_merge_refuses_in_one_line_what_it_cannot_read(trained: Path, tmp_path: 
     )
 
 
-@pytest.mark.sample(2, "files of ranks")
+@pytest.mark.sample(1, "files of ranks")
 @fault(4, 5)
 def test_damage_to_a_file_of_a_rank_or_to_the_list_is_noticed(trained: Path, tmp_path: Path) -> None:
     output = Path(shutil.copytree(trained, tmp_path / "run"))
@@ -164,7 +164,7 @@ def test_damage_to_a_file_of_a_rank_or_to_the_list_is_noticed(trained: Path, tmp
     assert compare.differences(tmp_path / "whole", output) == []
 
 
-@pytest.mark.sample(2, "files of ranks")
+@pytest.mark.sample(1, "files of ranks")
 @fault(2)
 def test_a_kill_between_the_files_and_the_list_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +265,7 @@ def test_a_weight_may_be_called_rows(tmp_path: Path) -> None:
     assert on_ranks(2, loaded, "--device=cpu") == [True, True]
 
 
-@pytest.mark.sample(2, "files of ranks")
+@pytest.mark.sample(1, "files of ranks")
 @fault(7)
 def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its disk is full; or its rows alone are no longer finite."""

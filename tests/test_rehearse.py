@@ -268,7 +268,7 @@ def test_an_archive_that_workers_share_is_named(reads: bool, tmp_path: Path, mon
     assert (f"{tmp_path}/numbers.zip (descriptor " in found[0] and "is shared" in found[0]) if reads else found == []
 
 
-@pytest.mark.sample(2, "rehearsals with other options")
+@pytest.mark.sample(1, "rehearsals with other options")
 def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
     assert not any(rehearsed(tmp_path, "--shard").values())
 
@@ -392,7 +392,7 @@ def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monke
         assert re.search(r"1 pass \(but [\d.]+ of the update, for BatchNorm and mix and random numbers\)$", name), name
 
 
-@pytest.mark.sample(2, "rehearsals with other options")
+@pytest.mark.sample(1, "rehearsals with other options")
 @pytest.mark.slow
 def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Single(Small):
@@ -428,7 +428,7 @@ class CopiedSeldom(Small):
         return outputs * self.target
 
 
-@pytest.mark.sample(2, "rehearsals with other options")
+@pytest.mark.sample(1, "rehearsals with other options")
 @pytest.mark.slow
 def test_more_steps_show_what_changes_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 32 * 24, "val": 130, "test": 60})
@@ -451,7 +451,7 @@ class Averaging(torch.optim.SGD):
             weight.mul_(factor)
 
 
-@pytest.mark.sample(2, "rehearsals with other options")
+@pytest.mark.sample(1, "rehearsals with other options")
 @pytest.mark.slow
 def test_a_checkpoint_that_was_saved_in_another_mode_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of an epoch is saved in the mode in which it is measured; the middle is not."""
@@ -487,7 +487,7 @@ def test_the_samples_of_an_evaluation_are_from_all_parts(tmp_path: Path, monkeyp
     assert line["count"] == 8 * 16 - 1 and line["classes"] == 10
 
 
-@pytest.mark.sample(2, "rehearsals with other options")
+@pytest.mark.sample(1, "rehearsals with other options")
 def test_a_metric_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the area under a curve without positives: NaN before and after is no difference."""
     compute = model.compute_metrics

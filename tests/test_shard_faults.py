@@ -25,7 +25,7 @@ from test_training import (  # noqa: F401
 
 from config import Config
 
-pytestmark = pytest.mark.sample(2, "faults with --shard")
+pytestmark = pytest.mark.sample(1, "faults with --shard")
 
 
 @pytest.fixture(autouse=True)

@@ -194,6 +194,22 @@ def test_the_newest_checkpoint_has_the_highest_step_with_more_than_eight_digits_
     assert [path.name for path in directory.paths()] == names
 
 
+def test_damaged_checkpoints_are_read_once_and_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be large, and is looked at after every save."""
+    directory, read = CheckpointDirectory(Config(output_dir=str(tmp_path), keep_checkpoints=2)), []
+    directory.path.mkdir()
+    verify = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", lambda path: (read.append(path.name), verify(path)))
+    damaged = directory.path_of(99)
+    damaged.write_bytes(b"damaged")
+    for step in range(1, 6):
+        directory.write({"format": checkpoint.FORMAT, "step": step}, best=False)
+    assert [path.name[-5:] for path in directory.paths()] == ["99.pt", "05.pt", "04.pt"] and read == [damaged.name]
+    directory.write({"format": checkpoint.FORMAT, "step": 99}, best=False)
+    directory.write({"format": checkpoint.FORMAT, "step": 100}, best=False)
+    assert [path.name[-6:] for path in directory.paths()] == ["100.pt", "099.pt"]
+
+
 @pytest.mark.slow
 @fault(3, 4)
 def test_a_run_falls_back_wherever_its_newest_checkpoint_is_damaged(

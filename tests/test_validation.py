@@ -125,6 +125,20 @@ def test_without_a_best_pt_the_last_weights_are_tested(tmp_path: Path, monkeypat
     assert [line["step"] for line in lines(tmp_path, "test")] == [10, 30]
 
 
+def test_a_best_pt_of_a_save_that_was_lost_is_not_taken_for_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was killed after it had replaced best.pt, and before the checkpoint of that step had its name."""
+    better_in_epoch(monkeypatch, 1)
+    train(1, *OPTIONS, "--output-dir", tmp_path)
+    content = torch.load(tmp_path / "best.pt", weights_only=True)
+    checkpoint.write(tmp_path / "best.pt", content | {"step": 25})
+    output = train(2, *OPTIONS, "--output-dir", tmp_path)
+    why = "is not of step 10: a lost save has replaced it; the weights of the last step are tested"
+    assert output.count(f"warning: {tmp_path}/best.pt {why}") == 1
+    assert [line["step"] for line in lines(tmp_path, "test")] == [10, 30]
+
+
 # ---- without a validation set, or a test set ------------------------------------------------------------------------
 
 

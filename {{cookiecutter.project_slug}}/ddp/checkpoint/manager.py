@@ -89,7 +89,7 @@ class CheckpointManager:
         """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
-        # 2. Collect the state of this run. state_dict() has no collective.
+        # 2. Collect the state of this run. before_save() may have collectives, state_dict() has none.
         for part in self.fields.values():
             if hasattr(part, "before_save"):
                 part.before_save()
@@ -248,11 +248,15 @@ class CheckpointManager:
         return TrainState.of(content)
 
     def _read_best(self) -> dict[str, Any]:
+        path, step = self.directory.best_path, self.train_state.best_step
+        reason: Any = f"{path} is not of step {step}: a lost save has replaced it"
         try:
-            return storage.read(self.directory.best_path)
+            if (content := storage.read(path))["step"] == step:
+                return content
         except (InvalidCheckpoint, UsageError) as error:
-            log.warning("warning: %s; the weights of the last step are tested", error)
-            return {}
+            reason = error
+        log.warning("warning: %s; the weights of the last step are tested", reason)
+        return {}
 
     def _reserved(self) -> set[str]:
         """The names in a checkpoint that no part may have."""

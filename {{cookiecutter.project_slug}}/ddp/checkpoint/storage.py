@@ -162,7 +162,7 @@ class HashingWriter:
 def read(path: Path) -> dict[str, Any]:
     """The content of `path`, and `path`. Tensors are mapped: they take memory only where they are read.
 
-    Those in other files are split: `whole` reads them. Raises InvalidCheckpoint; runs no code.
+    Those that a part has written to other files are split: `whole` reads them. Raises InvalidCheckpoint; runs no code.
     """
     verify(path)
     content = load(path)
@@ -199,7 +199,7 @@ class CheckpointDirectory:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, Path(config.output_dir) / FOLDER
         self.best_path = self.path.parent / "best.pt"
-        self.verified: set[Path] = set()  # the checkpoints that this process has written or verified
+        self.good: dict[Path, bool] = {}  # whether the checkpoints that this process has written or read can be used
 
     def paths(self) -> list[Path]:
         """The checkpoints, good or bad, newest first."""
@@ -222,13 +222,14 @@ class CheckpointDirectory:
             try:
                 content = read(path)
             except InvalidCheckpoint as error:
+                self.good[path] = False
                 reasons.append(f"{path.name}: {error.reason}")
                 log.warning("warning: %s; trying the one before it", error)
                 continue
             if from_path and content["started_from"] != os.path.realpath(resume):
                 problem = f"{self.path.parent} already holds checkpoints of a run that did not start from it"
                 raise CheckpointError(f"--resume {resume}: {problem}; choose another --output-dir, or remove --resume")
-            self.verified.add(path)
+            self.good[path] = True
             return content
         if reasons:
             remedy = "pass a good one with --resume PATH, or choose another --output-dir to start afresh"
@@ -261,7 +262,7 @@ class CheckpointDirectory:
                 link(self.best_path, path)
             else:
                 write(path, content)
-        self.verified.add(path)
+        self.good[path] = True
         self.prune()
 
     def prune(self) -> None:
@@ -276,11 +277,11 @@ class CheckpointDirectory:
 
     def is_good(self, path: Path) -> bool:
         """Whether a checkpoint can be used."""
-        with suppress(InvalidCheckpoint, UsageError):  # it may need a part that was removed
-            if path not in self.verified:
-                read(path)
-            self.verified.add(path)
-        return path in self.verified
+        if path not in self.good:
+            self.good[path] = False
+            with suppress(InvalidCheckpoint, UsageError):  # it may need a part that was removed
+                self.good[path] = bool(read(path))
+        return self.good[path]
 
     def has_best_of(self, content: Mapping[str, Any]) -> bool:
         """Whether best.pt is the best checkpoint of the run that wrote `content`, and not that of another run."""

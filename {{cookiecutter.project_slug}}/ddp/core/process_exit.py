@@ -1,4 +1,4 @@
-"""How a process exits: what it prints, its exit code, and what it records for its launcher. Every exit passes here."""
+"""How a rank exits: what it prints, its exit code, and what it records for its launcher. Every exit passes here."""
 
 import atexit
 import json

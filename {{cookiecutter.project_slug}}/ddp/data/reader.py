@@ -21,7 +21,8 @@ class SeededReader(Dataset):
     """Reads and collates batches of `dataset`, with the generators of Python, numpy and torch seeded for each sample.
 
     So random numbers in __getitem__ are the same for any number of processes, workers and samples that are read
-    together, and after any resume. Raises UsageError for a dataset whose samples depend on anything else.
+    together, and after any resume. Raises UsageError for a dataset whose samples depend on anything else, or whose
+    own __getitems__ draws some.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:

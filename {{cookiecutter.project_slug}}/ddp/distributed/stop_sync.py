@@ -21,7 +21,7 @@ MAX_STEPS_BETWEEN_SYNCS = 64  # in case steps suddenly take much longer
 
 
 class StopDecision(NamedTuple):
-    """What all ranks know after a sync: why to stop, as in StopSignal.reason, and whether rank 0 failed to save."""
+    """What all ranks know after a sync: why to stop, as in StopSignal.reason, and whether a rank failed to save."""
 
     reason: int | None
     save_failed: bool
@@ -51,7 +51,7 @@ class StopSync:
 
     def __init__(self, streams: Streams | None = None, tree: dist.ProcessGroup | None = None) -> None:
         self.streams, self.tree = streams or Streams(torch.device("cpu")), tree
-        self.save_failed: Callable[[], bool] = lambda: False  # on rank 0: whether writing a checkpoint failed
+        self.save_failed: Callable[[], bool] = lambda: False  # whether writing a checkpoint failed here
         self.decided = False  # to stop: what follows, such as a save, may take long
         self.step_s = 0.0  # of the slowest rank
         self.asked_at: float | None = None  # while this rank asks the others

@@ -55,7 +55,7 @@ def map_named(tree: Any, function: Callable[[tuple[Any, ...], torch.Tensor], Any
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The same without the keys."""
+    """Everything in the dictionaries, lists and tuples of `tree`."""
     return (part for _, part in named_leaves(tree))
 
 

@@ -80,7 +80,7 @@ class OutputDir:
         self.lock = lock_path.open("a")
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except (BlockingIOError, PermissionError) as error:  # POSIX allows both
             owner = ""
             with suppress(OSError):
                 owner = f" ({lock_path.read_text()})"

@@ -62,7 +62,7 @@ class Run:
 
         training: a dataclass with the fields `schedule` and `meter`. Each field that is not None has state_dict() and
         load_state_dict(). From now on, a request to stop waits for the end of a step. Raises CheckpointError if no
-        checkpoint can be used, or if it belongs to another model or other options.
+        checkpoint can be used, or if it belongs to another model, other options or other data.
         """
         parts = {field.name: getattr(training, field.name) for field in fields(training)}
         self.train_loader, self.meter = train_loader, parts["meter"]
@@ -95,7 +95,7 @@ class Run:
     # ---- stopping ---------------------------------------------------------------------------------------------------
 
     def request_stop(self, reason: str = "") -> None:
-        """Ask all ranks to save and exit with 75: within a second, after a step. One rank is enough.
+        """Ask all ranks to save and exit with 75, after a step: usually within a second. One rank is enough.
 
         reason: rank 0 prints it, as does each other node, and status.json has it. Not a collective.
         """
@@ -104,7 +104,7 @@ class Run:
     def should_stop(self, decision: StopDecision | None = None) -> bool:
         """Whether any rank was asked to stop, or agreed on `decision`: the same answer on all ranks.
 
-        They ask each other twice a second; in between, the answer is False. Raises on every rank if the last
+        They ask each other about twice a second; in between, the answer is False. Raises on every rank if the last
         checkpoint could not be written.
         """
         decision = decision or self.ctx.stop_sync.maybe_sync()
