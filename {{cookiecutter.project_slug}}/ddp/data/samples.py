@@ -179,7 +179,8 @@ def compare_ranks(datasets: Datasets, config: RunConfig, ctx: DistContext) -> Re
     except Exception as error:
         recorder = _Recorder(sets, config.seed)
         on_gpu = "CUDA" in str(error)  # data that no other process can read; others may need the process group
-        texts = [recorder[number] for number in range(len(sets))] if on_gpu else list(_start(recorder, config).batches)
+        here = Workers(recorder[number] for number in range(len(sets)))
+        texts = list(DataWait(config, ctx, here if on_gpu else _start(recorder, config)))
     ours = dict(zip(sets, map(json.loads, texts), strict=True))
     first, found = ctx.on_main(lambda: ours), ""
     for part, record in ours.items():
