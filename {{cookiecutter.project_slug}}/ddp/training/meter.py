@@ -64,9 +64,6 @@ class Meter:
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
-        adds = bool(self.pending or self.local or self.zeros is None)
-        if not self.ctx.sum(torch.tensor(float(adds))):  # of all ranks: this one may have had no batch
-            return
         self._add_pending()
         local, self.local = map_tensors(self.local, torch.Tensor.cpu), {}
         if self.zeros is None:  # a rank without a batch learns from rank 0 what there is to add
@@ -75,12 +72,16 @@ class Meter:
         if unknown := sorted(local.keys() - zeros.keys()):
             names = ", ".join(unknown)
             raise UsageError(f"batch_totals: {names} missing until the first log line: return zeros from the start")
-        for name, zero in zeros.items():
-            if isinstance(zero, list):
-                self.total[name] = self.total.get(name, []) + _in_order(self.ctx.gather(local.get(name, [])))
-            else:
-                ours = zero + local.get(name, zero).reshape(zero.shape)
-                self.total[name] = self.total.get(name, 0) + self.ctx.sum(ours)
+        tensors = {name: zero for name, zero in zeros.items() if isinstance(zero, torch.Tensor)}
+        ours = [(zero + local.get(name, zero).reshape(zero.shape)).flatten() for name, zero in tensors.items()]
+        batches = torch.tensor([bool(local)], dtype=torch.double)  # whether this rank has had one
+        everyone = self.ctx.sum(torch.cat([batches, *ours]))
+        if not everyone[0]:
+            return
+        for (name, zero), sums in zip(tensors.items(), everyone[1:].split([*map(len, ours)]), strict=True):
+            self.total[name] = self.total.get(name, 0) + sums.reshape(zero.shape)
+        for name in [name for name in zeros if name not in tensors]:
+            self.total[name] = self.total.get(name, []) + _in_order(self.ctx.gather(local.get(name, [])))
         if "loss" in self.total and not math.isfinite(self.total["loss"].item()):
             remedy = "start again in another --output-dir with a lower --lr, a longer --warmup-epochs or --clip-grad"
             raise Diverged(f"the loss is no longer finite: {remedy}")
