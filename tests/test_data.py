@@ -1296,7 +1296,7 @@ class Hook(Dataset):
         return torch.zeros(2), index
 
 
-@pytest.mark.parametrize("name", ["augment", "prepare", "chunk_size", "in_memory", "to"])
+@pytest.mark.parametrize("name", ["augment", "prepare", "chunk_size", "train_chunk_size", "in_memory", "to"])
 @pytest.mark.parametrize("loader", [TrainLoader, EvalLoader])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_plain_dataset_with_a_hook_is_refused(name: str, loader: Any, wrapped: bool) -> None:
@@ -1465,16 +1465,39 @@ def test_a_stop_is_raised_in_an_evaluation_on_every_rank_after_the_same_batch() 
 
 
 def test_images_on_a_gpu_are_prepared_in_larger_chunks_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that has no content takes the place of one: an evaluation runs the model on whole chunks."""
+    """A GPU that has no content takes the place of one: an evaluation runs the model on whole chunks.
+
+    Its chunks are the same on a rank whose GPU has less free memory, also if one object is two sets.
+    """
     config = options("--batch-size=16", "--workers=0")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
 
     def chunks(ctx: DistContext) -> list[int]:
+        free = (1 << 40, 100)[ctx.rank]
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
         pictures, targets = torch.zeros(500, 3, 32, 32, dtype=torch.uint8), torch.zeros(500, dtype=torch.long)
-        train, val = (ImagesInMemory(pictures, targets, NAMES, build_transforms(config)) for _ in range(2))
+        both = ImagesInMemory(pictures, targets, NAMES, build_transforms(config))
         on_gpu: Any = SimpleNamespace(**vars(ctx) | {"device": torch.device("cuda")}, check_same=ctx.check_same)
-        sizes = [TrainLoader(train, config, ctx).chunk_size, TrainLoader(train, config, on_gpu).chunk_size]
-        return [*sizes, EvalLoader(val, config, on_gpu).chunk_size]
+        sizes = [TrainLoader(both, config, each).chunk_size for each in (ctx, on_gpu)]
+        return [*sizes, *(EvalLoader(both, config, on_gpu).chunk_size for _ in range(2))]
 
-    assert by_rank(1, chunks) == [[256, 4096, 256]]
+    assert by_rank(2, chunks) == [[256, 4096, 256, 256], [256, 256, 256, 256]]
+
+
+class BatchNumbers(Numbers, BatchDataset): ...
+
+
+def test_evaluating_ranks_with_batches_of_different_sizes_are_refused() -> None:
+    """They take turns with batches: some samples would count twice."""
+
+    def evaluated(ctx: DistContext) -> str:
+        dataset = BatchNumbers(100)
+        dataset.chunk_size = 8 * (1 + ctx.rank)
+        try:
+            EvalLoader(dataset, options("--batch-size=2", "--workers=0"), ctx)
+        except SetupError as error:
+            return str(error)
+        return "not refused"
+
+    line = "the number of validation samples in a batch is 8 on rank 0 and 16 on rank 1: start all ranks with the same"
+    assert [text.startswith(line) for text in by_rank(2, evaluated)] == [True, True]

@@ -13,7 +13,8 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -614,6 +615,11 @@ ASSERTS = {
         "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
         "Last error:\nCuda failure 710 'device-side assert triggered'",
     ),
+    "in nccl2": (
+        "/torch/distributed/all.py",
+        "NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details) \nNCCL Last Error: "
+        "Cuda failure 710 'device-side assert triggered'",
+    ),
 }
 
 
@@ -626,7 +632,7 @@ def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, wher
 
     def fail(rank: int, number: int) -> None:
         if rank == 1 and number == 3:
-            kind = dist.DistBackendError if where == "in NCCL" else torch.AcceleratorError
+            kind = {"in NCCL": dist.DistBackendError, "in nccl2": RuntimeError}.get(where, torch.AcceleratorError)
             exec(compile("raise error", path, "exec"), {"error": kind(text)})
 
     ranks = start_faulty(2, fail, "--output-dir", tmp_path)
@@ -634,6 +640,22 @@ def test_a_device_side_assert_is_a_bug_of_the_rank_that_has_it(small: None, wher
     assert ranks.output(1).count("Traceback") == 1 and "in fail" in ranks.output(1) and text in ranks.output(1)
     (line,) = ranks.output(0).splitlines()[-1:]
     assert re.match("rank 0 is exiting because rank 1 failed: .*Error: ", line) and "device-side assert" in line
+
+
+@fault(1)
+def test_an_error_of_nccl2_is_that_of_a_lost_peer(small: None, tmp_path: Path) -> None:
+    """It is a plain RuntimeError, which would be a bug of the rank that has it."""
+    text = "NCCL AllReduce failed: remote process exited or there was a network error"
+
+    def fail(rank: int, number: int) -> None:
+        if number == 3:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"{text} \nNCCL Last Error: Net: Connection closed by remote peer")
+
+    ranks = start_faulty(2, fail, "--output-dir", tmp_path)
+    assert ranks.wait() == [8, -signal.SIGKILL], ranks.output()
+    assert f"rank 1 was lost ({text})" in ranks.output(0), ranks.output(0)
 
 
 @fault(39)
@@ -953,6 +975,31 @@ def test_the_timeout_of_one_backend_changes_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rank_reports, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Renamed())))
     process_group._set_nccl_timeout(backend_of(torch.device("cpu")), timedelta(seconds=1.5))  # the run continues
+
+
+def test_the_wrapper_of_detail_hands_its_backend_over() -> None:
+    """That of torch 2.9 refuses a timeout: a run over NCCL that looks for a mistake could not start."""
+    wrapper = SimpleNamespace(wrapped_pg=mock.Mock(), set_timeout=mock.Mock(side_effect=RuntimeError))
+    process_group._set_nccl_timeout(wrapper, timedelta(seconds=1.5))
+    wrapper.wrapped_pg.set_timeout.assert_called_once_with(timedelta(seconds=1.5))
+
+
+def test_a_thread_asks_for_a_mark_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, where each process of a machine would take memory."""
+    current = [0]
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    asked = mock.Mock(side_effect=lambda: current[-1] == 3)
+    mark = Mark(mock.Mock(device=3, query=asked, synchronize=asked))
+    assert mark.reached()
+    mark.wait()
+    assert asked.call_count == 2 and current == [0]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")

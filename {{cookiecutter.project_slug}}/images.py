@@ -173,9 +173,11 @@ class ImagesInMemory(ImageDataset):
         return part
 
     def to(self, device: torch.device) -> None:
-        self.on_device = self.images.nbytes < MAX_GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0]  # two loaders may share this object
+        self.on_device = self.images.is_cuda or self.images.nbytes < MAX_GPU_SHARE * free
         if self.on_device:
-            self.images, self.chunk_size = self.images.to(device), GPU_CHUNK_PIXELS // self.transforms.image_size**2
+            self.images = self.images.to(device)
+            self.train_chunk_size = GPU_CHUNK_PIXELS // self.transforms.image_size**2
 
     def __getitems__(self, indices: list[int]) -> Sequence[Tensor]:
         """Targets and sample numbers, in host memory; and the images, unless they are where batches are made.

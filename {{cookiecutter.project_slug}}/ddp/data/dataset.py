@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_collate
 from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
-HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "in_memory", "to")
+HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -57,6 +57,7 @@ class BatchDataset(Dataset):
     name: str | None = None  # what the log calls the data; by default the class
     in_memory: bool = False  # True: no DataLoader workers, unless --workers asks for them
     chunk_size: int = 1  # read, augment and prepare about this many samples together; never less than one batch
+    train_chunk_size: int = 0  # for training, unless it is 0: an evaluation must not depend on a GPU's memory
 
     def __getitems__(self, indices: list[int]) -> Any:
         """The samples `indices`, as a list or as one batch: a tuple or a dictionary of tensors.

@@ -37,14 +37,14 @@ class _Loader:
         self.length = len(dataset)
         # Otherwise ranks would take different numbers of steps, and wait for each other.
         ctx.check_same({f"the number of {part} samples": self.length})
-        self.chunk_size = self._whole_batches()
+        self.chunk_size = self._whole_batches(self.hooks.chunk_size)
         default = 0 if self.hooks.in_memory else max(1, min(MAX_WORKERS, available_cores() // ctx.local_world_size))
         self.workers = 0 if self.length == 0 else default if config.workers is None else config.workers
         if self.workers == 0 and ctx.device.type == "cuda":  # DataLoader workers could not reach data on the GPU
             self.hooks.to(ctx.device)
 
-    def _whole_batches(self) -> int:
-        return self.config.batch_size * max(1, self.hooks.chunk_size // self.config.batch_size)
+    def _whole_batches(self, samples: int) -> int:
+        return self.config.batch_size * max(1, samples // self.config.batch_size)
 
     def reader(self, epoch: int) -> SeededReader:
         """What reads and collates the samples of an epoch, in each DataLoader worker."""
@@ -97,8 +97,7 @@ class TrainLoader(_Loader):
 
     def __init__(self, dataset: Any, config: RunConfig, ctx: DistContext, sampler: Any = None) -> None:
         super().__init__(dataset, "training", config, ctx)
-        # hooks.to may have raised the chunk_size of the dataset: EvalLoader keeps the smaller chunks.
-        self.chunk_size = self._whole_batches()
+        self.chunk_size = self._whole_batches(self.hooks.train_chunk_size or self.hooks.chunk_size)
         self.global_batch = ctx.world_size * config.batch_size * config.grad_accum_steps
         seed = derive_seed(config.seed)  # the epoch is added to it: a plain seed 0 would become seed 1 in epoch 1
         self.order = sampler or Shuffled(self.length, seed)
@@ -198,6 +197,8 @@ class EvalLoader(_Loader):
         super().__init__([] if dataset is None else dataset, self.part_name, config, ctx)
         if config.eval_batch_size is not None:
             self.chunk_size = config.eval_batch_size
+        # Otherwise ranks that take turns would count some samples twice, and others never.
+        ctx.check_same({f"the number of {self.part_name} samples in a batch": self.chunk_size})
 
     def __iter__(self) -> Iterator[Any]:
         """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""

@@ -162,7 +162,7 @@ class FailureMonitor:
     def _explain_comm_error(self, error: BaseException) -> PeerFailed | PeerLost:
         """PeerFailed or PeerLost, for an error of a collective or of the store. The thread asks the other ranks."""
         # The core of gloo's or NCCL's message: without the source file before it, and the advice after it.
-        self.reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0].rstrip(".")[:120]
+        self.reason = str(error).strip().splitlines()[0].split("] ", 1)[-1].split(". ")[0].rstrip(". ")[:120]
         waited_s = time.monotonic() - self.counted_at if collective_count() == self.count else 0.0
         stack = extract_tb(error.__traceback__)[::-1] or main_stack()
         if self._timed_out(waited_s):
@@ -328,9 +328,11 @@ def _destroy_group() -> None:
 def _is_comm_error(error: BaseException) -> bool:
     """Whether a collective or the store failed.
 
-    gloo has no class of errors, but each of its messages names its source file. Of NCCL's errors, one has another
-    cause: CUDA reports a failure of this rank's GPU in any later call, perhaps in one of NCCL.
+    gloo and nccl2, which is torch's NCCL since 2.15, have no class of errors, but each of their texts says whose it is.
+    Of NCCL's errors, one has another cause: CUDA reports a failure of this rank's GPU in any later call, perhaps there.
     """
-    if isinstance(error, dist.DistError):
-        return "ncclUnhandledCudaError" not in str(error)
-    return isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    text = str(error)
+    if "ncclUnhandledCudaError" in text or "unhandled cuda error" in text:
+        return False
+    named = isinstance(error, RuntimeError) and ("/gloo/" in text or text.startswith("NCCL "))
+    return named or isinstance(error, dist.DistError)

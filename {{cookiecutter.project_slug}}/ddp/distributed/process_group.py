@@ -249,6 +249,7 @@ def _create_group(env: RankEnv, store: dist.Store, device: torch.device, backend
 
 def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:
     """At its timeout NCCL aborts the process without a message. Control traffic, over gloo, ends it before."""
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL; torch 2.9 refuses it there
     # Since torch 2.15, NCCL's backend has no _set_default_timeout. Without both, NCCL's timeout may come first.
     for name in ("set_timeout", "_set_default_timeout"):
         if hasattr(backend, name):

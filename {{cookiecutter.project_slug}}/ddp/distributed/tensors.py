@@ -9,6 +9,7 @@ import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -154,12 +155,18 @@ class Mark:
         self.event, self.created_at = event, time.monotonic()
 
     def reached(self) -> bool:
-        return self.event is None or self.event.query()
+        with self._on_its_gpu():
+            return self.event is None or self.event.query()
 
     def wait(self) -> None:
         """Return once this point is reached."""
-        if self.event is not None:
-            self.event.synchronize()
+        with self._on_its_gpu():
+            if self.event is not None:
+                self.event.synchronize()
+
+    def _on_its_gpu(self) -> AbstractContextManager[None]:
+        """A new thread begins on GPU 0, where a call of CUDA takes memory for this process."""
+        return nullcontext() if self.event is None else torch.cuda.device(self.event.device)
 
 
 class Streams:

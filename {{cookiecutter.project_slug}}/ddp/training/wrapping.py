@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from itertools import chain, count
 from typing import Any
 
@@ -20,7 +21,7 @@ from ddp.core.errors import SetupError, UsageError
 from ddp.core.parts import of_parts
 from ddp.core.run_config import RunConfig
 from ddp.data.dataset import check_loss
-from ddp.distributed.process_group import DistContext
+from ddp.distributed.process_group import NCCL_GRACE_S, DistContext
 from ddp.distributed.tensors import local
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # With the wrapper that DETAIL puts around a group, DDP crashes on CPUs (SIGSEGV, seen with torch 2.15).
         dist.set_debug_level(dist.DebugLevel.OFF)
-        group = dist.new_group()
+        grace_s = NCCL_GRACE_S if ctx.backend == "nccl" else 0
+        group = dist.new_group(timeout=timedelta(seconds=config.timeout + grace_s))
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     ddp_model = DistributedDataParallel(
         model,

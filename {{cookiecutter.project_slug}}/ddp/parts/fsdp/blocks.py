@@ -65,10 +65,9 @@ def group_blocks(model: nn.Module, blocks: Blocks, warn: bool) -> list[list[nn.M
 def checkpoint_activations(blocks: Blocks) -> None:
     """--checkpoint-activations: keep the inputs of a block, and compute the rest again in the backward pass."""
     for block in blocks:
-        block.forward = partial(_compute_twice, block, block.forward)
+        block.forward = partial(torch.compiler.disable(_compute_twice, recursive=False), block, block.forward)
 
 
-@partial(torch.compiler.disable, recursive=False)
 def _compute_twice(block: nn.Module, compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return compute(*arguments, **named)
