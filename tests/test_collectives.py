@@ -125,8 +125,8 @@ def test_a_barrier_on_rank_0_only(edited: Callable[..., Edited]) -> None:
 @fault(37)
 def test_a_collective_in_the_loss_of_an_evaluation(edited: Callable[..., Edited]) -> None:
     """The ranks have different numbers of batches, so one of them waits for the others in the loss."""
-    loss = "            loss = task.compute_loss(outputs, targets, config)\n        meter.add"
-    in_it = loss.replace("\n        meter", "\n            torch.distributed.all_reduce(loss)\n        meter")
+    loss = "                loss = task.compute_loss(outputs, targets, config)\n            meter.add"
+    in_it = loss.replace("\n", "\n                torch.distributed.all_reduce(loss)\n")
     main = edited(loss, in_it)
     verdict, again = verdicts(main.run(2, 1, "--warn-after", 1.5, "--timeout", 600))
     called = (
@@ -384,6 +384,12 @@ def test_what_is_said_about_a_wait() -> None:
         "collectives: rank 0 called all_reduce of float [5] at main.py:7, but rank 1 called all_reduce of float [5] at "
         "main.py:9; then rank 0 called barrier at" in describe_wait({0: parted, 1: reduces}, 30)
     )
+
+
+def test_the_line_of_the_owner_through_a_link_to_the_project(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(PROJECT_DIR)
+    meter, main = (str(tmp_path / "link" / file) for file in ("ddp/training/meter.py", "main.py"))
+    assert call_site([Frame(meter, 3, "take"), Frame(main, 7, "main")]) == "main.py:7 (take)"
 
 
 def test_the_line_of_the_owner() -> None:

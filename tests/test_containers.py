@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -231,6 +232,20 @@ def test_a_pod_that_waits_in_vain_for_the_name_says_so_and_stops_when_asked(
     terminate(asked)
     assert asked.wait(120) == 75, asked.output()
     assert in_vain.wait(120) == 3 and "cannot find its address" in in_vain.output(), in_vain.output()
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_terminated_while_it_starts_ends(
+    two: list[Machine],  # noqa: F811
+    project: Path,  # noqa: F811
+) -> None:
+    """The kernel drops a signal for which the first process of a container has no handler yet."""
+    for delay in (0.05, 0.2, 0.4, 0.8):
+        starting = pod(two[0], 0, project, FOR_EVER, NNODES="1", MASTER_ADDR="127.0.0.1")
+        time.sleep(delay)
+        terminate(starting)
+        assert starting.wait(30) in (75, 143), starting.output()
+    assert_nothing_left(project)
 
 
 # ---- the image ------------------------------------------------------------------------------------------------------

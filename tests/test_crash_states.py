@@ -382,7 +382,7 @@ def resume_once(failing: Failing, memory: Path, point: str, left: dict[Any, str]
     """Resume what is left, unless the same was left before. It ends as if nothing had happened."""
     found = [path for path in sorted(failing.output.rglob("*")) if path.is_file()]
     read = [path for path in found if is_read(path) or path.suffix == ".tmp" or path.parent.name == "rows"]
-    key = tuple((re.sub(r"[\d-]+\.tmp|-\w{8}\.pt", "", path.name), part_of_key(path)) for path in read)
+    key = tuple((re.sub(r"[\d-]+\.ddp\.tmp|-\w{8}\.pt", "", path.name), part_of_key(path)) for path in read)
     if left.setdefault(key, point) == point:
         codes, output = failing.train(END)
         assert not any(codes), (point, output)

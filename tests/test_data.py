@@ -747,7 +747,7 @@ def test_a_cache_that_exists_is_only_read(images: Path, tmp_path: Path) -> None:
 def test_a_cache_is_written_whole_and_what_a_killed_process_left_is_deleted(images: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / "train-32-0123456789abcdef.npy.12345.tmp").write_bytes(b"half an arr")
+    (cache / "train-32-0123456789abcdef.npy.12345-6.ddp.tmp").write_bytes(b"half an arr")
     (cache / "of another program.tmp").write_bytes(b"")
     _, files = cached(images, cache)
     assert [name for name in files if name.endswith(".tmp")] == ["of another program.tmp"] and len(files) == 3

@@ -148,7 +148,7 @@ def test_without_hard_links_the_best_checkpoint_is_copied(
 def test_a_write_never_changes_an_existing_file(tmp_path: Path) -> None:
     """Otherwise it would change the other name of a hard link as well, even that of a temporary file a kill left."""
     checkpoint.write(tmp_path / "best.pt", content(1))
-    os.link(tmp_path / "best.pt", tmp_path / "step_00000001.pt.link.tmp")
+    os.link(tmp_path / "best.pt", tmp_path / "step_00000001.pt.link.ddp.tmp")
     before = (tmp_path / "best.pt").read_bytes()
     checkpoint.link(tmp_path / "best.pt", tmp_path / "step_00000001.pt")
     checkpoint.write(tmp_path / "step_00000001.pt", content(2))

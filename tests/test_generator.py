@@ -430,9 +430,12 @@ def test_a_project_without_launch_scripts_passes_its_own_tests(
 def test_generating_again_deletes_nothing_that_was_there(source: Path, tmp_path: Path) -> None:
     project = render(source, tmp_path)
     (project / "launch" / "mine.sh").write_text("mine")
-    before = set(tree(project))
+    (tmp_path / "elsewhere.sh").write_text("a script of another project")
+    (project / "linked.sh").symlink_to(tmp_path / "elsewhere.sh")
+    (project / "gone.sh").symlink_to(tmp_path / "gone")
+    before, mode = set(tree(project)), (tmp_path / "elsewhere.sh").stat().st_mode
     render(source, tmp_path, force=True, launchers="launch_node.sh only", parts="monitor")
-    assert set(tree(project)) == before
+    assert set(tree(project)) == before and (tmp_path / "elsewhere.sh").stat().st_mode == mode
     listed = run(sys.executable, "-c", "from parts import PARTS; print(*PARTS)", cwd=project).stdout.split()
     assert listed == [*PARTS], "with their files"
 

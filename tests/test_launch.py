@@ -10,8 +10,10 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from outputs import free_port
 from project_runs import python
 from template_copy import LEAN, TEMPLATE, copy_template, shrink, small_template
@@ -35,9 +38,10 @@ import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError
-from ddp.core.files import hash_source_files, write_status
+from ddp.core.files import hash_source_files, temporary_directory, write_status
+from ddp.core.process_exit import tell_launcher
 from ddp.core.run_config import ELASTIC_VARIABLE
-from ddp.core.signals import LAUNCHER_GONE, StopSignal, is_alive, stop_error, stop_signal
+from ddp.core.signals import LAUNCHER_GONE, StopSignal, is_alive, killed_by, stop_error, stop_signal
 from ddp.distributed import process_group, store
 from ddp.distributed.failure_monitor import FailureMonitor
 from ddp.distributed.process_group import DistContext, _choose_device, init_distributed
@@ -48,6 +52,8 @@ from ddp.entrypoint import run_main
 from ddp.entrypoint.run_main import SpawnSignals, join, run_as_rank
 from ddp.launcher.launch_node import LaunchOptions, NodeAgent
 from ddp.launcher.node_record import FINAL, LOST, STOPPED, RoundEnd, end_of_run, round_end
+from ddp.launcher.node_rendezvous import StoreClient
+from ddp.training.output_dir import OutputDir
 from faults import fault
 from needs import need
 from processes import Ranks, on_ranks, train
@@ -214,6 +220,45 @@ def test_a_batch_script_of_slurm_is_one_process() -> None:
     """Without srun, SLURM_PROCID is 0 and SLURM_NTASKS that of the whole job, but there are no other processes."""
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     assert find_rank_env(Config.parse([]), batch).world_size == 1
+    # A shell of `srun --pty bash` is a step of one task, in which one may start several runs, also with --nproc.
+    assert find_rank_env(Config.parse([]), {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == RankEnv()
+
+
+@pytest.mark.parametrize("launcher", [MPI, SLURM])
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_ipv6_address_of_rank_0(launcher: dict[str, str], address: str) -> None:
+    env = find_rank_env(Config.parse([]), {**launcher, "MASTER_ADDR": address, "MASTER_PORT": "1234"})
+    assert env.init_method == "tcp://[::1]:1234" and env.endpoint == ("::1", 1234)
+
+
+def test_a_name_with_several_addresses_is_used_by_the_one_that_responds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCPStore would begin again with the first one, whose packets may vanish. Here it knows none of the name."""
+    store, known = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: known("127.0.0.1", *rest, **named))
+    client = StoreClient("node-0.invalid", store.port)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL; if memory ran out"), (40, "signal 40")])
+def test_a_signal_without_a_name_is_named_by_its_number(number: int, name: str) -> None:
+    assert killed_by(-number).startswith(f"killed by {name}")
+
+
+def test_a_path_that_is_no_text_reaches_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "a/b/c/error.json"))
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    agent = NodeAgent(LaunchOptions(), Config.parse([]), [])
+    agent.folder, path = tmp_path, os.fsdecode(b"/runs/\xff")
+    tell_launcher("output_dir", path)
+    assert agent._read("output_dir") == [path]
+
+
+def test_without_a_place_for_temporary_files_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(SetupError, match="set TMPDIR to a directory in which one can write"):
+        temporary_directory("ddp-")
 
 
 @pytest.mark.parametrize(
@@ -588,8 +633,8 @@ def test_launch_node_finds_its_project_through_links(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to("a b/c")
     for link in ("a b/first", "a b/c/second", "third", "folder/second", "folder/../first"):
         for path in (tmp_path / link, link):
-            command = ["bash", path, "--nnodes", "two"]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            command, variables = ["bash", path, "--nnodes", "two"], {**os.environ, "CDPATH": "."}
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=variables)
             assert done.returncode == 2 and done.stderr.startswith("error: --nnodes: "), done.stderr
 
 
@@ -880,17 +925,22 @@ def test_a_node_waits_longer_for_others_that_notice_late_that_a_run_has_ended(tm
 
 @pytest.mark.parametrize(("processes", "passes", "expected"), [(32, 1, 1), (24, 1, 1), (16, 1, 2), (24, 4, 5)])
 def test_fewer_nodes_take_more_passes_to_keep_the_global_batch(
-    processes: int, passes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    processes: int, passes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 32 processes on all nodes."""
     monkeypatch.setenv(ELASTIC_VARIABLE, "32")
     config = Config.parse([f"--grad-accum-steps={passes}", "--device=cpu"])
 
+    config.output_dir = str(tmp_path)
+
     def show(config: Config, env: RankEnv) -> None:
+        OutputDir(config).write_config()
         print(config.grad_accum_steps, flush=True)
 
     ranks = Ranks(1, lambda env: run_as_rank(show, config, RankEnv(0, processes)))
     assert ranks.wait(30) == [0] and ranks.output() == f"{expected}\n"
+    options = json.loads((tmp_path / "config.json").read_text())["options"]
+    assert options["grad_accum_steps"] == passes, "a run that repeats it with --config would multiply them again"
 
 
 @pytest.mark.slow

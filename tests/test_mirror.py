@@ -455,15 +455,19 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
     assert f"{tmp_path / 'mirror'} holds an earlier run" in line
     assert checkpoints(tmp_path / "mirror") == before == ["step_00000002.pt"]
 
-    left_over = tmp_path / "mirror" / "checkpoints" / "step_00000001.pt.1-1.tmp"  # of an upload that was killed
-    left_over.touch()
+    left_over = tmp_path / "mirror" / "checkpoints" / "step_00000001.pt.1-1.ddp.tmp"  # of an upload that was killed
+    uploading = tmp_path / "mirror" / "another" / "checkpoints" / left_over.name  # by the run whose mirror that is
+    notes = tmp_path / "mirror" / "notes.tmp"
+    uploading.parent.mkdir(parents=True)
+    for each in (left_over, uploading, notes):
+        each.touch()
     # A run that is asked to stop waits for the upload of what it has saved.
     term = At(step_3=(lambda mirror: True, signal.SIGTERM))
     train(1, *EVERY_2, *mirrored, tmp_path / "run", "--max-steps", 4000, "--epochs", 100, after_step=term, code=75)
     before = checkpoints(tmp_path / "mirror")
     assert before[-1] == checkpoints(tmp_path / "run")[-1] != "step_00000002.pt"
 
-    assert not left_over.exists()
+    assert not left_over.exists() and uploading.exists() and notes.exists()
 
     def take_over(run: Any) -> None:
         # As a run does that was started elsewhere, because this one seemed to be lost.

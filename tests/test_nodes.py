@@ -367,6 +367,19 @@ def test_the_interface_of_an_address_is_known_without_any_tool() -> None:
 # ---- exit codes, and starting again ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1, "what a launcher kills")
+def test_what_a_shell_has_started_before_it_became_the_launcher_is_left_alone(project: Path) -> None:
+    """Such as `tensorboard & exec ./launch_node.sh` in a container."""
+    command = f"sleep 77 & echo other $!; exec bash '{project}/launch_node.sh' --max-restarts 1"
+    environ = {"STUB": str(project.parent), "DO": "if turn == 1: die()", "TMPDIR": str(_temporary(project))}
+    launcher = Program(["bash", "-c", command], environ)
+    assert launcher.wait() == 0 and "starting again" in launcher.output(), launcher.output()
+    other = int(re.search(r"^other (\d+)$", launcher.output(), re.MULTILINE)[1])
+    assert _runs(other)
+    os.kill(other, signal.SIGKILL)
+    assert_nothing_left(project)
+
+
 @fault(13)
 def test_the_exit_code_is_that_of_the_cause(project: Path) -> None:
     do = "signal.signal(15, signal.SIG_IGN); meet(); time.sleep(rank / 5)\n"

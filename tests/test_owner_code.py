@@ -751,11 +751,19 @@ def test_a_teacher_is_the_same_on_all_ranks_and_after_a_resume(
     assert digest(whole) == digest(parts)
 
 
-def test_buffers_are_broadcast_only_if_a_rank_reads_them() -> None:
+class BatchRenorm(nn.BatchNorm1d):
+    """It reads its statistics in training."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) - self.running_mean
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, BatchRenorm])
+def test_buffers_are_broadcast_only_if_a_rank_reads_them(kind: type[nn.BatchNorm1d]) -> None:
     """Not those of BatchNorm while it trains: its statistics are of each rank's own batches until they are read."""
 
     def after_each_mode(ctx: DistContext) -> list[list[float]]:
-        layer = nn.BatchNorm1d(1)
+        layer = kind(1)
         wrapped = wrap_model(nn.Sequential(layer, nn.Linear(1, 1)), options("--device=cpu"), ctx)
         found = []
         for training in (True, False):
@@ -766,7 +774,7 @@ def test_buffers_are_broadcast_only_if_a_rank_reads_them() -> None:
         return found
 
     first, second = by_rank(2, after_each_mode)
-    assert first[0] != second[0] and first[1] == second[1] == [0.0]
+    assert (first[0] == second[0]) == (kind is BatchRenorm) and first[1] == second[1] == [0.0]
 
 
 # ---- groups of weights, and weights without a gradient --------------------------------------------------------------

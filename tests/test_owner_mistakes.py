@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from outputs import weights_and_momentum
 from template_copy import changed_main
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, random_split
 
+import compare
 import data
 import ddp.data.loader
 import main
@@ -210,6 +212,173 @@ def test_a_schedule_hears_of_each_whole_epoch_and_its_state_is_kept(
     options = [*OPTIONS, "--epochs", 3, "--output-dir", tmp_path]
     train(2, *options, "--max-steps", 7)  # in the second epoch
     assert "resuming from" in train(2, *options)
+
+
+# ---- gradients, and states of optimizers ----------------------------------------------------------------------------
+
+CALL = "run.checked(compute_gradients)(ddp_model, training, batches, config, ctx)"
+BACKWARD = "            backward(mean.weigh(loss, outputs, targets), training.scaler, config.grad_accum_steps)\n"
+AROUND_DDP = {
+    "gradients by hand": {
+        BACKWARD: "            weights = [*training.model.parameters()]\n"
+        "            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):\n"
+        "                weight.grad = gradient\n"
+    },
+    "two backward passes": {
+        BACKWARD: "            (0.5 * loss).backward(retain_graph=True)\n            (0.5 * loss).backward()\n"
+    },
+    "the model without its wrapper": {
+        "outputs = task.forward(ddp_model, inputs, targets)": "outputs = task.forward(training.model, inputs, targets)"
+    },
+    "random numbers of Python": {
+        "    training.scaler.update()\n": "    import random\n    training.scaler.update()\n    with torch.no_grad():\n"
+        "        for weight in training.model.parameters():\n            weight.mul_(random.uniform(0.9, 1.1))\n"
+    },
+}
+
+
+@fault(54)
+@pytest.mark.sample(1, "gradients that go around DDP")
+@pytest.mark.parametrize("mistake", AROUND_DDP)
+def test_ranks_with_different_weights_end_the_run_after_the_first_step(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "main", changed_main(AROUND_DDP[mistake]))
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path / "two", code=2))
+    assert error.startswith("error: after step 1 the ranks have different weights, first model."), error
+    train(1, *OPTIONS, "--max-steps", 1, "--output-dir", tmp_path / "one")
+
+
+@fault(54)
+def test_a_weight_outside_of_the_model_is_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temperature = nn.Parameter(torch.ones(()))
+
+    def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*network.parameters(), temperature], lr=0.1)
+
+    monkeypatch.setattr(model, "build_optimizer", build_optimizer)
+    loss = lambda outputs, targets, config: F.cross_entropy(outputs * temperature, targets)  # noqa: E731
+    monkeypatch.setattr(model, "compute_loss", loss)
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert "after step 1 the ranks have different weights, first a weight of optimizer, " in error
+
+
+@fault(54)
+def test_batches_that_are_read_twice_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time there are none, so there is no gradient, and nothing is trained."""
+    twice = f"compute_gradients(ddp_model, training, batches, config, ctx) and ddp_model.zero_grad() is None and {CALL}"
+    monkeypatch.setattr(main, "main", changed_main({CALL: twice}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path / "out", code=2))
+    assert error == "error: the batches of a step were read already: write batches = list(batches) to use them twice"
+    listed = twice.replace("batches, config, ctx) and", "(batches := list(batches)), config, ctx) and", 1)
+    monkeypatch.setattr(main, "main", changed_main({CALL: listed}))
+    train(1, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path / "listed")
+
+
+@fault(53)
+def test_a_state_does_not_go_to_another_weight_of_the_same_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if two lines of __init__ were exchanged, or a set of names has another order in the next process."""
+    layers = lambda *names: nn.ModuleDict({name: nn.Linear(3 * 32 * 32, 10) for name in names})  # noqa: E731
+
+    def built(*names: str) -> Any:
+        network = layers(*names)
+        network.forward = lambda images: network["a"](images.flatten(1)) + network["b"](images.flatten(1))
+        return network
+
+    options = [*OPTIONS, "--output-dir", tmp_path, "--max-steps"]
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: built("a", "b"))
+    train(1, *options, 3)
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: built("b", "a"))
+    error = the_error(train(1, *options, 6, code=4))
+    assert "the optimizer has model.b.weight in the place of model.a.weight, whose state it would get" in error
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: built("a", "b"))
+    assert "resuming from" in train(1, *options, 6)
+
+
+class Wide(torch.optim.Optimizer):
+    """Sums in float64 and integers, for weights in float32 or less."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(network.parameters(), {"lr": 0.1})
+        self.dtype = dtype
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if "sum" not in self.state[weight]:
+                self.state[weight] = {
+                    "sum": weight.detach().to(self.dtype),
+                    "steps": torch.zeros((), dtype=torch.int64),
+                }
+            state = self.state[weight]
+            assert (state["sum"].dtype, state["steps"].dtype) == (self.dtype, torch.int64)
+            state["steps"] += 1
+            state["sum"] -= 0.1 * weight.grad.to(self.dtype)
+            weight.data.copy_(state["sum"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_state_of_an_optimizer_keeps_its_dtype_in_a_resume(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch casts it to that of the weights."""
+    width = {torch.float64: torch.float32, torch.float32: torch.bfloat16}[dtype]
+
+    class Narrow(nn.Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.flatten(1).to(width)).float()
+
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: Narrow(3 * 32 * 32, 10).to(width))
+    monkeypatch.setattr(model, "build_optimizer", lambda network, config: Wide(network, dtype))
+    options = [*OPTIONS, "--output-dir"]
+    train(1, *options, tmp_path / "whole")
+    train(1, *options, tmp_path / "parts", "--max-steps", 3)
+    train(1, *options, tmp_path / "parts")
+    assert weights_and_momentum(tmp_path / "whole") == weights_and_momentum(tmp_path / "parts")
+
+
+def test_an_evaluation_within_an_epoch_leaves_each_module_in_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise there would be no dropout until the epoch ends."""
+    advance = "                run.advance()  # counts"
+    within = (
+        "                if run.state.step % 2 == 1:\n                    evaluate(model, val_loader, config, ctx)\n"
+    )
+    train(1, *OPTIONS, "--output-dir", tmp_path / "without")
+    monkeypatch.setattr(main, "main", changed_main({advance: within + advance}))
+    train(1, *OPTIONS, "--output-dir", tmp_path / "within")
+    assert compare.differences(tmp_path / "without", tmp_path / "within") == []
+
+
+def test_a_weight_that_no_optimizer_has_does_not_change_how_others_are_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing clears its gradient, which grows, and is not in a checkpoint."""
+    layers = lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 10))  # noqa: E731
+    monkeypatch.setattr(model, "build_model", layers)
+    monkeypatch.setattr(model, "build_optimizer", lambda net, config: torch.optim.SGD(net[2].parameters(), lr=0.1))
+    options = [*OPTIONS, "--clip-grad", 0.1, "--output-dir"]
+    train(1, *options, tmp_path / "whole")
+    train(1, *options, tmp_path / "parts", "--max-steps", 3)
+    train(1, *options, tmp_path / "parts")
+    assert weights_and_momentum(tmp_path / "whole") == weights_and_momentum(tmp_path / "parts")
+
+
+def test_a_group_that_is_added_later_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = "                    training.optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})\n"
+    monkeypatch.setattr(main, "main", changed_main({STEP: STEP + later}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: the optimizer had 1 groups of weights, has 2: add all groups in build_optimizer")
+
+
+@pytest.mark.parametrize("value", [[0.5, 0.5], None, torch.ones(2), {"a": 1.0}])
+def test_a_metric_that_is_no_number_is_one_line(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = model.compute_metrics
+    monkeypatch.setattr(model, "compute_metrics", lambda totals: compute(totals) | {"per_class": value})
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: compute_metrics in model.py returned per_class="), error
 
 
 # ---- what torch reports with a traceback ----------------------------------------------------------------------------

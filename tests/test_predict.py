@@ -104,6 +104,18 @@ def test_how_many_classes_are_printed(folder: Path, tmp_path: Path, capsys: pyte
         assert capsys.readouterr().out.count("%") == count
 
 
+def test_one_logit_is_that_of_the_second_of_two_classes_and_other_outputs_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(predict, "forward", lambda model, inputs, targets: inputs)
+    probabilities = predict.predict(torch.nn.Identity(), torch.tensor([[-2.0], [3.0]]))
+    assert torch.allclose(probabilities[:, 1], torch.tensor([-2.0, 3.0]).sigmoid())
+    assert torch.allclose(probabilities.sum(1), torch.ones(2))
+    for outputs in (torch.zeros(2, 10, 4, 4), (torch.zeros(2, 10), None)):
+        with pytest.raises(UsageError, match="are no logits"):
+            predict.predict(torch.nn.Identity(), outputs)
+
+
 def test_what_cannot_be_classified_is_refused_with_one_line(folder: Path, tmp_path: Path) -> None:
     train(1, *TRAIN, "--dataset", "imagefolder", "--data-dir", folder, "--output-dir", tmp_path / "run")
     best, image = tmp_path / "run/best.pt", str(next(folder.glob("val/*/*.png")))

@@ -406,6 +406,24 @@ def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkey
     assert all(divisions(tmp_path / "wrong").values())
 
 
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
+def test_an_epoch_may_be_shorter_than_the_steps_that_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(Small)(monkeypatch)
+    assert [each for _, each, _ in rehearsal(tmp_path, steps=2).divisions()] == [[], []]
+
+
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
+def test_a_run_that_changes_no_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All divisions of it are equal."""
+    with_model(Small)(monkeypatch)
+    monkeypatch.setattr(model, "build_optimizer", lambda network, config: torch.optim.SGD(network.parameters(), lr=0.0))
+    assert list(divisions(tmp_path).values()) == [["no weight changed in 3 steps"]] * 2
+
+
 def test_a_loss_that_compares_samples_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
     ((name, found, _),) = rehearsal(tmp_path).divisions()

@@ -198,7 +198,8 @@ def test_the_order_is_read_in_blocks() -> None:
         return sampler.asked
 
     (blocks,) = on_ranks(1, asked)
-    assert blocks[:2] == [(16, 24)] * 2 and blocks[2:] == [(16, 16 + 4096)], "the first step twice, then blocks"
+    first = [(16, 24), (16, 20), (20, 24)]
+    assert blocks[:3] == first and blocks[3:] == [(16, 16 + 4096)], "the first step, its halves, then blocks"
 
 
 class Bad:
@@ -219,10 +220,13 @@ REFUSED = {
     "sampler Bad returned 7 indices for the positions 0 to 8: return one for each": lambda found: list(found)[:-1],
     "sampler Bad returned the index 30, but there are 30 samples": lambda found: [30, *list(found)[1:]],
     "sampler Bad returned the index -1, but there are 30 samples": lambda found: torch.tensor([-1, *list(found)[1:]]),
-    "sampler Bad returned two different orders of one epoch: let it depend on (epoch, start, stop) only": (
+    "sampler Bad returned two different orders of one epoch: let a sample depend on (epoch, position) only": (
         lambda found: torch.randint(30, (len(found),), generator=GENERATOR)
     ),
-    "sampler Bad returned different orders on the ranks: let it depend on (epoch, start, stop) only": (
+    "sampler Bad returned two different orders of one epoch: let a sample depend on": (
+        lambda found: torch.randint(30, (len(found),), generator=torch.Generator().manual_seed(found.start))
+    ),
+    "sampler Bad returned different orders on the ranks: let a sample depend on (epoch, position) only": (
         lambda found: [torch.distributed.get_rank() for _ in found]
     ),
 }

@@ -250,8 +250,9 @@ def test_a_number_that_is_read_from_rows_is_refused_and_whole_reads_it() -> None
 
 def test_an_evaluation_that_counts_a_repeated_batch_is_refused(tmp_path: Path, small: None) -> None:
     """101 samples are 13 batches, so one of two ranks repeats a batch, which a Meter leaves out."""
-    count = "        meter.add(task.batch_totals(loss, outputs, targets))\n    return meter.take()"
-    by_hand = "        ctx.count = getattr(ctx.work, 'n', 0) + len(targets)\n    return {'loss': 0.0, 'accuracy': 0.0}"
+    count = "            meter.add(task.batch_totals(loss, outputs, targets))\n    return meter.take()"
+    by_hand = "            ctx.count = getattr(ctx.work, 'n', 0) + len(targets)\n"
+    by_hand += "    return {'loss': 0.0, 'accuracy': 0.0}"
     config = options(*SYNTHETIC, "--max-steps", 1, "--shard", "--output-dir", tmp_path / "out")
     own = changed_main({count: by_hand.replace("ctx.count", "ctx.work.n")})
     ranks = Ranks(2, lambda rank_env: run_as_rank(own, config, rank_env))

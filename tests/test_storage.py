@@ -189,7 +189,7 @@ def test_the_newest_checkpoint_has_the_highest_step_with_more_than_eight_digits_
     directory = CheckpointDirectory(Config(output_dir=str(tmp_path)))
     directory.path.mkdir()
     names = ["step_100000000.pt", "step_99999999.pt", "step_00000008.pt"]
-    for name in (*names, "step_9.pt", "step_100000001.pt.link.tmp"):
+    for name in (*names, "step_9.pt", "step_100000001.pt.link.ddp.tmp"):
         (directory.path / name).touch()
     assert [path.name for path in directory.paths()] == names
 
@@ -259,7 +259,17 @@ def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
         *("format", "sources", "classes"),
         *("model", "optimizer", "schedule", "scaler", "meter", "step", "epoch", "samples_consumed"),
         *("best", "best_step", "best_metrics", "evaluated_step", "epochs_since_best", "logged_step", "epoch_start"),
-        *("config", "world_size", "global_batch", "samples", "dataset", "records", "started_from", "callbacks"),
+        *(
+            "config",
+            "world_size",
+            "global_batch",
+            "samples",
+            "dataset",
+            "records",
+            "weights",
+            "started_from",
+            "callbacks",
+        ),
     }
     assert (content["step"], content["epoch"], content["samples_consumed"]) == (6, 1, 128)
     assert content["world_size"] == 2

@@ -26,6 +26,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
 
     class Event:
+        device = 0
+
         def record(self, stream: Stream) -> None:
             self.name = f"event {len(log)}"
             log.append(f"{stream.name}: record {self.name}")
@@ -71,6 +73,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.Tensor, "to", to)
     used = "in use by"

@@ -556,8 +556,8 @@ def test_an_output_directory_that_is_not_writable_is_refused_before_training(sma
 
 def test_temporary_files_of_a_killed_run_are_deleted_at_the_next_start(small: None, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    stale = [tmp_path / "best.pt.123.tmp", tmp_path / "status.json.123.tmp", tmp_path / "metrics.jsonl.123.tmp"]
-    stale.append(tmp_path / "checkpoints" / "step_00000001.pt.123.tmp")
+    stale = [tmp_path / f"{name}.12-3.ddp.tmp" for name in ("best.pt", "status.json", "metrics.jsonl")]
+    stale.append(tmp_path / "checkpoints" / "step_00000001.pt.12-3.ddp.tmp")
     for path in stale:
         path.write_bytes(b"torn")
     train(1, "--dataset", "synthetic", "--max-steps", 1, "--output-dir", tmp_path)

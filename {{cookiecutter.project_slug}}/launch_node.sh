@@ -6,14 +6,7 @@ if [ -z "${BASH_VERSION:-}" ]; then
 fi
 set -euo pipefail
 
-# The script itself, if this is a link to it. `readlink -f` is not portable.
-file=${BASH_SOURCE[0]}
-while [[ -L $file ]]; do
-  link=$(readlink -- "$file")
-  [[ $link == /* ]] || link=$(dirname -- "$file")/$link
-  file=$(cd -P -- "$(dirname -- "$link")" && pwd)/${link##*/}
-done
-here=$(cd -- "$(dirname -- "$file")" && pwd)
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")") # also through a link to this script
 # PYTHON, or the active environment, or the project's own, or python3.
 python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -z ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} && -x $here/.venv/bin/python ]]; then

@@ -21,7 +21,7 @@ from ddp.training.loss_mean import LossMean
 from ddp.training.meter import Meter
 from ddp.training.run import build, open_run, prepare
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
+from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, weights_of, wrap_model
 
 
 @dataclass
@@ -89,7 +89,7 @@ def apply_gradients(training: Training, config: Config) -> None:
     """One step of the optimizer, which then clears the gradients."""
     if config.clip_grad is not None:
         training.scaler.unscale_(training.optimizer)  # clip the gradient itself, not the scaled one
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), config.clip_grad)
+        torch.nn.utils.clip_grad_norm_(weights_of(training.optimizer), config.clip_grad)
     training.scaler.step(training.optimizer)
     training.scaler.update()
     training.optimizer.zero_grad()
@@ -100,14 +100,13 @@ def apply_gradients(training: Training, config: Config) -> None:
 @torch.no_grad()
 def evaluate(model: Any, eval_loader: EvalLoader, config: Config, ctx: DistContext) -> dict[str, float]:
     """The metrics of `model`, which is not wrapped, over data of which each sample counts once. Call on every rank."""
-    ctx.broadcast_buffers(model)
-    model.eval()
     meter = Meter(ctx, task.compute_metrics)
-    for inputs, targets in eval_loader:
-        with autocast(config, ctx):
-            outputs = task.forward(model, inputs, targets)
-            loss = task.compute_loss(outputs, targets, config)
-        meter.add(task.batch_totals(loss, outputs, targets))
+    with ctx.evaluating(model):
+        for inputs, targets in eval_loader:
+            with autocast(config, ctx):
+                outputs = task.forward(model, inputs, targets)
+                loss = task.compute_loss(outputs, targets, config)
+            meter.add(task.batch_totals(loss, outputs, targets))
     return meter.take()
 
 

@@ -73,8 +73,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, inputs: Tensor) -> Tensor:
-    """The probabilities of the classes: [b, classes]."""
-    return forward(model, inputs, None).float().softmax(1)
+    """The probabilities of the classes: [b, classes]. Raises UsageError for outputs of another shape."""
+    outputs = forward(model, inputs, None)
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        raise UsageError("the outputs of the model are no logits [b, classes]: edit predict in predict.py")
+    if outputs.shape[1] == 1:  # one logit, of the second of two classes
+        outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
+    return outputs.float().softmax(1)
 
 
 if __name__ == "__main__":

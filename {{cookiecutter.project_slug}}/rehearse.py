@@ -31,6 +31,7 @@ import main as project
 import model as task
 from compare import differences, metrics_lines, newest
 from config import Config
+from ddp.checkpoint.state import weight_names
 from ddp.core.errors import ExitCode, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
 from ddp.data.dataset import BatchDataset, data_name, hooks_of
@@ -103,10 +104,7 @@ def whole_run(killed_in: int, folder: Path) -> None:
 
     def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
-        names = {id(weight): name for model in models_of(training) for name, weight in model.named_parameters()}
-        groups = {name: part.param_groups for name, part in vars(training).items() if hasattr(part, "param_groups")}
-        of = {part: [names.get(id(each)) for group in groups[part] for each in group["params"]] for part in groups}
-        run.ctx.on_main((folder / "names").write_text, json.dumps(of))
+        run.ctx.on_main((folder / "names").write_text, json.dumps(weight_names(vars(training))))
 
     def advance_and_die(run: Any) -> None:
         advance(run)
@@ -185,7 +183,7 @@ def one_update(dtype: str, plain: bool, folder: Path) -> None:
         advance(run)
         if run.state.step in COMPARED:
             write(run)
-        if run.state.step == max(COMPARED):
+        if run.state.step == max(COMPARED) or run._epoch_is_complete():
             os._exit(0)
 
     patch.multiple(TrainLoader, _batches=cast_batches).start()
@@ -202,6 +200,8 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
         first, second = map(torch.load, files)
         apart = {name: (second[name].double() - weight.double()).norm().item() for name, weight in first.items()}
         update = math.hypot(*((weight.double() - before[name].double()).norm() for name, weight in first.items()))
+        if not update and step == max(COMPARED):
+            return largest, [f"no weight changed in {step} steps"]
         part = math.hypot(*apart.values()) / (update or 1.0)
         largest = max(largest, part)
         if not part <= limit:  # also NaN

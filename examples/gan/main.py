@@ -23,7 +23,7 @@ from ddp.entrypoint.run_main import launch
 from ddp.training.meter import Meter
 from ddp.training.run import build, open_run, prepare
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, wrap_model
+from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, weights_of, wrap_model
 
 
 @dataclass
@@ -128,7 +128,7 @@ def update(network: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: A
     """An optimizer step of one of the networks, which then clears its gradients."""
     if config.clip_grad is not None:
         scaler.unscale_(optimizer)  # clip the gradient itself, not the scaled one
-        torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip_grad)
+        torch.nn.utils.clip_grad_norm_(weights_of(optimizer), config.clip_grad)
     scaler.step(optimizer)
     optimizer.zero_grad()
 
@@ -136,14 +136,13 @@ def update(network: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: A
 @torch.no_grad()
 def evaluate(model: Any, eval_loader: EvalLoader, config: Config, ctx: DistContext) -> dict[str, float]:
     """The metrics of `model`, which is not wrapped, over data of which each sample counts once. Call on every rank."""
-    ctx.broadcast_buffers(model)
-    model.eval()
     meter = Meter(ctx, task.compute_metrics)
-    for inputs, targets in eval_loader:
-        with autocast(config, ctx):
-            outputs = task.forward(model, inputs, targets)
-            loss = task.compute_loss(outputs, targets, config)
-        meter.add(task.batch_totals(loss, outputs, targets))
+    with ctx.evaluating(model):
+        for inputs, targets in eval_loader:
+            with autocast(config, ctx):
+                outputs = task.forward(model, inputs, targets)
+                loss = task.compute_loss(outputs, targets, config)
+            meter.add(task.batch_totals(loss, outputs, targets))
     return meter.take()
 
 

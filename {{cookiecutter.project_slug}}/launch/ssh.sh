@@ -59,7 +59,7 @@ done < <(sed $'s/[#\r].*//; /^[[:space:]]*$/d' -- "${1:-}" 2>/dev/null)
 read -r -a ssh <<<"ssh ${SSH_OPTIONS:-} -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=99 -oControlPath=none"
 export MASTER_ADDR=${MASTER_ADDR:-$("${ssh[@]}" -TG -- "${hosts[0]}" | sed -n 's/^hostname //p')}
 [[ $nnodes == 1 || ! $MASTER_ADDR =~ ^(localhost$|127\.|::1$) ]] || refuse "$1: other hosts cannot reach $MASTER_ADDR"
-dir=${REMOTE_DIR:-$(cd -- "$(dirname -- "$0")/.." && pwd)} active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+dir=${REMOTE_DIR:-$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)} active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 export PYTHON=${PYTHON:-${active:+$active/bin/python}}
 program=$(declare -f on_host && declare -p "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_@}" "${!MASTER_@}" \
   OMP_NUM_THREADS PYTHON NPROC_PER_NODE MAX_RESTARTS START_GRACE 2>/dev/null) || true # some are not set

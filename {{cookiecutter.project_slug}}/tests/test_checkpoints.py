@@ -43,7 +43,8 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_not_damaged(output: Pa
     flip(output / "checkpoints/step_00000006.pt")
     os.truncate(output / "checkpoints/step_00000004.pt", 1000)
     (output / "checkpoints/step_00000005.pt").write_bytes(b"")
-    (output / "checkpoints/.step_00000007.pt.tmp").write_bytes(b"left by a killed run")
+    (output / "checkpoints/step_00000007.pt.12-34.ddp.tmp").write_bytes(b"left by a killed run")
+    (output / "notes.tmp").write_bytes(b"of somebody else")
     options = [*OPTIONS, "--checkpoint-every", 2, "--max-steps", 9, "--output-dir"]
     printed = train(2, *options, output)
     for step in (4, 5, 6):
@@ -51,6 +52,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_not_damaged(output: Pa
     assert "at step 2" in printed
     train(2, *options, tmp_path / "whole")
     assert_same_run(tmp_path / "whole", output)
+    assert [path.name for path in output.rglob("*.tmp")] == ["notes.tmp"]
 
 
 def test_if_all_checkpoints_are_damaged_no_new_run_starts(output: Path) -> None:

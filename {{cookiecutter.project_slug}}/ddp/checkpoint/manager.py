@@ -18,8 +18,10 @@ from ddp.checkpoint.state import (
     TrainState,
     check_parts,
     data_differences,
+    keep_dtypes,
     run_differences,
     scale_change,
+    weight_names,
 )
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
@@ -180,6 +182,7 @@ class CheckpointManager:
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
             "records": json.dumps(self.records),
+            "weights": weight_names(self.fields),
         }
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
@@ -320,6 +323,8 @@ class CheckpointManager:
             state = receive(name)
             try:
                 part.load_state_dict(state)
+                if isinstance(part, torch.optim.Optimizer):
+                    keep_dtypes(part, state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"
                 raise CheckpointError(f"cannot load {content['path']}: {reason}") from error

@@ -5,7 +5,7 @@ end of the file, which torch.load does not read: torch.load alone accepts flippe
 
 If power fails during a save, no file is partial. The new step_N.pt is complete or absent. best.pt is the previous one
 or the new one, which may be newer than every step_N.pt. The newest --keep-checkpoints good files are there, with or
-without the new one: old ones are deleted last. A *.tmp file may remain; the next start deletes it. The lines of
+without the new one: old ones are deleted last. A *.ddp.tmp file may remain; the next start deletes it. The lines of
 metrics.jsonl that led to a checkpoint were synced before it. A resumed run deletes the lines after its checkpoint, and
 syncs the file again. status.json and config.json are not synced: they may be old or empty, and decide nothing of
 what is trained.
@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from ddp.core.errors import CheckpointError, UsageError
-from ddp.core.files import atomic_write, storage_errors, sync_directory, temporary
+from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors, sync_directory, temporary
 from ddp.core.parts import missing_part, of_parts
 from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
@@ -75,7 +75,9 @@ def link(source: Path, path: Path) -> None:
 
     No checkpoint is ever changed in place, so a link is as good as a copy.
     """
-    tmp_path = path.with_name(f"{path.name}.link.tmp")  # not the name that atomic_write would open and truncate
+    tmp_path = path.with_name(
+        f"{path.name}.link{TMP_PATTERN[1:]}"
+    )  # not the name that atomic_write would open and truncate
     try:
         os.link(source, tmp_path)
     except OSError:  # not on exFAT, on some network file systems, or between two file systems
@@ -184,6 +186,12 @@ def read_files(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- the files of a run ---------------------------------------------------------------------------------------------
+
+
+def delete_left_over(folder: Path) -> None:
+    """Delete what killed runs have left in `folder`, an output directory or a copy of one."""
+    for path in (*folder.glob(TMP_PATTERN), *(folder / FOLDER).rglob(TMP_PATTERN)):
+        path.unlink(missing_ok=True)  # a process of the run before may just have renamed it
 
 
 def step_of(name: str) -> int:

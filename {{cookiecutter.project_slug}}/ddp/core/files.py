@@ -10,12 +10,13 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from ddp.core.errors import ExitCode, StorageError
+from ddp.core.errors import ExitCode, SetupError, StorageError
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
-TMP_PATTERN = "*.tmp"  # what a killed run leaves; the next run in this directory deletes it
+TMP_PATTERN = "*.ddp.tmp"  # what a killed run leaves; the next run in this directory deletes it
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def atomic_write(path: Path, mode: str = "wb", *, durable: bool = False) -> Iter
 
     durable=True also survives a power cut: the file is synced before the rename, the directory after it.
     """
-    tmp_path = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+    tmp_path = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}{TMP_PATTERN[1:]}")
     with temporary(tmp_path, path):
         with tmp_path.open(mode) as file:
             yield file
@@ -34,6 +35,14 @@ def atomic_write(path: Path, mode: str = "wb", *, durable: bool = False) -> Iter
         tmp_path.replace(path)
         if durable:
             sync_directory(path.parent)
+
+
+def temporary_directory(prefix: str) -> TemporaryDirectory[str]:
+    """A new directory for temporary files. Raises SetupError if they have no place."""
+    try:
+        return TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise SetupError(f"{error.strerror}: set TMPDIR to a directory in which one can write") from error
 
 
 @contextmanager

@@ -104,8 +104,8 @@ def tell_launcher(name: str, text: str) -> None:
     """
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file and "LOCAL_RANK" in os.environ:
-        with suppress(OSError), atomic_write(Path(error_file).with_name(name), "w") as file:
-            file.write(text)
+        with suppress(OSError), atomic_write(Path(error_file).with_name(name)) as file:
+            file.write(os.fsencode(text))  # a path may be no text
 
 
 def failure_record(rank: int, code: int, message: str, hang: bool = False) -> str:

@@ -35,6 +35,7 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
     """The options of a run. A task adds its own, and may override check."""
 
     given = frozenset[str]()  # the names of those on the command line or in the file of --config
+    passes_given = 0  # --grad-accum-steps as given, where fewer nodes than MAX make more passes
 
     batch_size: int = _data(64, "training samples per process and forward pass", min=1, may_change=True)
     eval_batch_size: int | None = _data(

@@ -187,11 +187,21 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_children() -> None:
-    """Kill what this process and its children have started, and wait until it is gone."""
+def children(*others: int) -> list[Any]:
+    """The processes that this one has started, but those with the process ids `others`."""
+    import psutil  # slow, and not needed to check a command line
+
+    return [each for each in psutil.Process().children() if each.pid not in others]
+
+
+def kill_children(*others: int) -> None:
+    """Kill these processes and what they have started, and wait until it is gone."""
     import psutil
 
-    left = psutil.Process().children(recursive=True)
+    left = children(*others)
+    for child in list(left):
+        with suppress(psutil.NoSuchProcess):
+            left += child.children(recursive=True)
     for process in left:
         send_signal(process.pid, signal.SIGKILL)
     psutil.wait_procs(left, KILL_TIMEOUT_S)
@@ -208,9 +218,9 @@ def is_alive(pid: int) -> bool:
 
 def killed_by(exit_code: int) -> str:
     """`killed by SIGKILL; if memory ran out, dmesg reports it`, for the negative exit code of a process."""
-    hints = {
+    hints: dict[int, str] = {
         signal.SIGKILL: "; if memory ran out, dmesg reports it",
         signal.SIGABRT: "; if ranks passed tensors of different sizes, TORCH_DISTRIBUTED_DEBUG=DETAIL names them",
     }
-    number = signal.Signals(-exit_code)
-    return f"killed by {number.name}{hints.get(number, '')}"
+    name = next((each.name for each in signal.Signals if each == -exit_code), f"signal {-exit_code}")
+    return f"killed by {name}{hints.get(-exit_code, '')}"

@@ -23,7 +23,7 @@ from ddp.core.errors import UserError, print_line
 from ddp.core.files import PROJECT_DIR
 
 Result = TypeVar("Result")
-NOT_OWNED = (f"{PROJECT_DIR / 'ddp'}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}")
+NOT_OWNED = (f"{PROJECT_DIR / 'ddp'}{os.sep}", f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}")
 INSTALLED = ("site-packages", "dist-packages", "torchinductor")
 ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"
 WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions between a call and what it calls, as are private ones
@@ -85,7 +85,7 @@ def main_stack() -> list[FrameSummary]:
 def is_owner_file(file: str) -> bool:
     """Whether `file` is neither Python's, nor installed, nor generated, nor in ddp/."""
     generated = file.startswith("<") or any(part in file for part in INSTALLED)
-    return not generated and not os.path.abspath(file).startswith(NOT_OWNED)
+    return not generated and not os.path.realpath(file).startswith(NOT_OWNED)
 
 
 def call_site(stack: Iterable[FrameSummary]) -> str:
@@ -94,7 +94,9 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     The name is that of the function that the line calls, if it has not returned.
     """
     inner, owned = "", []
-    for frame in takewhile(lambda frame: not frame.filename.startswith(ENTRYPOINT), stack):  # not the start of a run
+    for frame in takewhile(
+        lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack
+    ):  # not the start of a run
         if is_owner_file(frame.filename):
             owned.append(frame)
         elif not owned and not frame.name.startswith("_") and frame.name not in WRAPPERS:
@@ -124,5 +126,5 @@ def _all_stacks() -> list[str]:
 
 
 def _place(frame: FrameSummary) -> str:
-    path = Path(os.path.abspath(frame.filename))
+    path = Path(os.path.realpath(frame.filename))
     return f"{path.relative_to(PROJECT_DIR) if path.is_relative_to(PROJECT_DIR) else path.name}:{frame.lineno}"

@@ -25,7 +25,7 @@ class Datasets:
 
     sampler: which training samples each epoch reads; by default all of them, shuffled. An object with two methods:
     indices(epoch, start, stop) -> list[int] or Tensor: the samples at those positions of the epoch's order, all ranks
-        together, as a function of these three numbers only.
+        together. The sample at a position depends on (epoch, position) only: a resumed run asks for other parts.
     length(epoch) -> int: how many positions the epoch has.
     """
 

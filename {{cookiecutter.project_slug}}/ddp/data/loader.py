@@ -74,13 +74,18 @@ class _Loader:
 
 
 class Step(Iterator[Any]):
-    """The batches of one optimizer step, each once."""
+    """The batches of one optimizer step, each once. Raises UsageError if they are read again."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        self.unread = iter(batches)
+        self.unread, self.ended = iter(batches), False
 
     def __next__(self) -> Any:
-        return next(self.unread)
+        for batch in self.unread:
+            return batch
+        if self.ended:  # a second loop would compute no gradient, and train nothing
+            raise UsageError("the batches of a step were read already: write batches = list(batches) to use them twice")
+        self.ended = True
+        raise StopIteration
 
     def rest(self) -> list[Any]:
         """Those that were not read yet; they stay to be read."""

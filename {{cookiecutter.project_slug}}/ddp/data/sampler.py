@@ -109,9 +109,11 @@ class ResumableSampler(DistributedSampler):
     def check_order(self, ctx: DistContext) -> None:
         """Raise UsageError unless all ranks, asked twice, have the same samples next. Call on every rank."""
         start, order, name = self.samples_consumed, self.order, type(self.order).__name__
-        remedy = "let it depend on (epoch, start, stop) only, and seed its generator with derive_seed(seed, epoch)"
-        ours, again = ((order.length(self.epoch), self.read(start, start + self.global_batch)) for _ in range(2))
-        if ours != again:
+        remedy = "let a sample depend on (epoch, position) only, and seed its generator with derive_seed(seed, epoch)"
+        end, half = start + self.global_batch, start + max(1, self.global_batch // 2)
+        ours, again = (order.length(self.epoch), self.read(start, end)), order.length(self.epoch)
+        # A resumed run asks for other parts of the order.
+        if ours != (again, [*self.read(start, half), *(self.read(half, end) if half < end else [])]):
             raise UsageError(f"sampler {name} returned two different orders of one epoch: {remedy}")
         if any(theirs != ours for theirs in ctx.gather(ours)):
             raise UsageError(f"sampler {name} returned different orders on the ranks: {remedy}")

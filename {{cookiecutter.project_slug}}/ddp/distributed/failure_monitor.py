@@ -19,7 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp.core.errors import CollectiveMismatch, PeerFailed, PeerLost, RankHangs, exit_code_of, numbered, one_line
+from ddp.core.errors import (
+    CollectiveMismatch,
+    ExitCode,
+    PeerFailed,
+    PeerLost,
+    RankHangs,
+    exit_code_of,
+    numbered,
+    one_line,
+)
 from ddp.core.process_exit import FAILURE_KEY, failure_record, process_exit, translate_exception
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
@@ -100,8 +109,10 @@ class FailureMonitor:
             process_exit.record_saved(int(saved))
 
     def add_saved_step(self, error: BaseException) -> None:
-        """Add to a PeerLost from which step the run can be resumed."""
-        if not isinstance(error, PeerLost) or isinstance(error, CollectiveMismatch) or error.on_every_rank:
+        """Add from which step the run can be resumed, if a process was lost, here or on the rank that failed first."""
+        if not isinstance(error, PeerLost | PeerFailed) or error.exit_code != ExitCode.PEER_LOST:
+            return
+        if error.on_every_rank or "resumable from" in str(error):
             return
         self._call_store(self._learn_saved_step)
         saved = process_exit.saved_step

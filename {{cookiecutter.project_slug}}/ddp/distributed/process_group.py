@@ -127,6 +127,17 @@ class DistContext:
         for buffer in model.buffers():
             buffer.copy_(self.broadcast(buffer.detach().cpu().contiguous()))
 
+    @contextmanager
+    def evaluating(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within the block, `model` is in evaluation mode, with the buffers of rank 0. Call on every rank."""
+        self.broadcast_buffers(model)
+        modes = [(part, part.training) for part in model.modules()]
+        model.eval()
+        yield
+        model.train(modes[0][1])
+        for part, training in modes:  # a part may be in another mode than the model
+            part.training = training
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor`, in host memory, over the ranks, in place. Call on every rank."""
         dist.all_reduce(tensor)

@@ -103,6 +103,8 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
     local_rank = _integer(environ, names[2]) if names[2] in environ else config.local_rank
     if config.local_rank not in (None, local_rank):
         raise UsageError(f"--local-rank contradicts the local rank {local_rank} of {launcher.value}: remove it")
+    if launcher == Launcher.SRUN and world_size == 1:  # also a shell that srun has started: it may start several runs
+        return RankEnv()
     return RankEnv(rank, world_size, local_rank, _init_method(launcher, environ, world_size), launcher)
 
 
@@ -136,6 +138,7 @@ def _init_method(launcher: Launcher, environ: Mapping[str, str], world_size: int
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", str(os.getppid())))
     if host is None:
         raise SetupError("mpirun on several machines: pass rank 0's address with -x MASTER_ADDR=...")
+    host = f"[{host}]" if ":" in host.strip("[]") and host[0] != "[" else host  # an IPv6 address
     # The port follows from the job's id, so that all ranks agree.
     return f"tcp://{host}:{environ.get('MASTER_PORT', 20000 + zlib.crc32(job.encode()) % 10000)}"
 

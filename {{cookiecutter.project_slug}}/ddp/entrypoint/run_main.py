@@ -7,14 +7,13 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
 
 from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
-from ddp.core.files import correct_status
+from ddp.core.files import correct_status, temporary_directory
 from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_code_of_run, exit_process, process_exit, tell_launcher
 from ddp.core.rank_logs import set_up_logging
@@ -73,6 +72,7 @@ def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None 
     stop_signal.listen(parent)
     tell_launcher("pid", str(os.getpid()))
     if full := int(os.environ.get(ELASTIC_VARIABLE, 0)):  # more passes keep the global batch, or come close from below
+        config.passes_given = config.grad_accum_steps
         config.grad_accum_steps = config.grad_accum_steps * full // env.world_size
     return exit_code_of_run(lambda: main(config, env))
 
@@ -100,7 +100,7 @@ def spawn(main: Main, config: RunConfig, nproc: int) -> int:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signals = SpawnSignals()
     signals.install()
-    with tempfile.TemporaryDirectory(prefix="ddp-") as folder:  # the ranks connect through a file: no port is needed
+    with temporary_directory("ddp-") as folder:  # the ranks connect through a file: no port is needed
         arguments = (main, config, nproc, f"file://{folder}/rendezvous", os.getpid())
         context = mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False)
         signals.processes = context.processes

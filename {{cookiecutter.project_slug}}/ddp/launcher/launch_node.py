@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -33,14 +32,14 @@ from ddp.core.errors import (
     plural,
     print_line,
 )
-from ddp.core.files import PROJECT_DIR, correct_status, read_status
+from ddp.core.files import PROJECT_DIR, correct_status, read_status, temporary_directory
 from ddp.core.host import available_cores
 from ddp.core.options import OptionParser, option
 from ddp.core.parts import of_parts
 from ddp.core.process_exit import exit_process, process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
 from ddp.core.run_config import ELASTIC_VARIABLE, NOTICED_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count
-from ddp.core.signals import SignalHandler, adopt_orphans, is_alive, kill_children, killed_by, send_signal
+from ddp.core.signals import SignalHandler, adopt_orphans, children, is_alive, kill_children, killed_by, send_signal
 from ddp.launcher.node_record import FINAL, LOST, RoundEnd, RunEnded, round_end, this_node
 
 NOTICE_GRACE_S = 60.0  # in addition to --timeout: another node may notice late that a worker is lost
@@ -165,6 +164,7 @@ class NodeAgent(SignalHandler):
         self.rendezvous: Any = None
         self.nproc, self.running = 0, False  # running: whether torchrun runs workers, or is about to
         self.pids, self.signalled = set[int](), set[int]()  # pids: of all workers so far
+        self.others: list[int] = []  # processes that were there before, as of a shell that became this one
         self.killed: tuple[int, int, int] | None = None  # the first worker that failed: exit code, local rank, pid
         self.restarts, self.furthest_step, self.pause, self.noticed_at = 0, -1, 0, 0.0
         self.exhausted = False  # whether no restart is left
@@ -176,7 +176,9 @@ class NodeAgent(SignalHandler):
         """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
         self.install()
         adopt_orphans()
-        self.folder = Path(tempfile.mkdtemp(prefix="ddp-node-"))
+        self.others = [child.pid for child in children()]
+        self.temporary = temporary_directory("ddp-node-")
+        self.folder = Path(self.temporary.name)
         try:
             threading.Thread(target=self._run_torchrun, name="torchrun", daemon=True).start()
             self._wait()
@@ -217,10 +219,8 @@ class NodeAgent(SignalHandler):
 
     def _pass_on(self, number: int) -> None:
         """Ask the workers to save and exit."""
-        import psutil  # slow, and not needed to check a command line
-
         handle = {int(text) for text in self._read("pid")}
-        for child in psutil.Process().children():
+        for child in children(*self.others):
             if child.pid not in self.signalled:
                 self.signalled.add(child.pid)
                 # Others would print a traceback for SIGINT.
@@ -229,9 +229,9 @@ class NodeAgent(SignalHandler):
     def _close(self, exit_code: int, message: str) -> None:
         """Kill what the workers have left, and wait until it is gone. If that was rank 0, record the end of the run."""
         self.stop.set()
-        kill_children()
+        kill_children(*self.others)
         pids = self.pids | {int(text) for text in self._read("pid")}
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.temporary.cleanup()
         if self.is_training:  # otherwise status.json belongs to another run
             for folder in self.config.output_dirs():
                 correct_status(folder, pids, exit_code, message)
@@ -303,7 +303,7 @@ class NodeAgent(SignalHandler):
             self._report_killed(*self.killed, files["output_dir"])
         lost = bool(self.killed or self.rendezvous.num_nodes_waiting())
         end = round_end(files, self.nproc, self.first is not None, lost)
-        kill_children()  # what the workers have left
+        kill_children(*self.others)  # what the workers have left
         for folder in self.folder.iterdir():
             shutil.rmtree(folder, ignore_errors=True)
         self.exhausted, self.restarts = self.restarts >= self.options.max_restarts, self.restarts + 1
@@ -338,5 +338,5 @@ class NodeAgent(SignalHandler):
         found = []
         with suppress(OSError):  # after a round they are deleted
             for file in self.folder.glob(f"*/*/*/{name}"):
-                found.append(file.read_text())
+                found.append(os.fsdecode(file.read_bytes()))
         return found

@@ -88,6 +88,7 @@ class StoreClient:
         if not is_master:  # otherwise TCPStore would print pages
             with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as probe:
                 self.address, self.address_of_0 = (plain(n[0]) for n in (probe.getsockname(), probe.getpeername()))
+                host = probe.getpeername()[0]  # TCPStore would try all addresses of a name again
         limit = timedelta(seconds=CALL_TIMEOUT_S)
         options: dict[str, Any] = {"is_master": is_master, "timeout": limit, "wait_for_workers": False}
         store = call_with_timeout(CALL_TIMEOUT_S, lambda: dist.TCPStore(host, port, **options))

@@ -53,7 +53,7 @@ class LossMean:
         """Scale the gradients of `model` after the last pass. False if no rank has a term: then take no step."""
         if self.count is None:
             return True
-        totals = self.ctx.sum(self.terms)
+        totals = self.ctx.sum(self.terms.clone())  # it may be called for several models
         if len(totals) == 1 and self.expected is not None:
             factor = (self.expected * self.ctx.world_size * self.passes).item() / (totals.item() or 1.0)
             for gradient in (weight.grad for weight in model.parameters() if factor != 1 and weight.grad is not None):

@@ -18,9 +18,9 @@ import torch
 from filelock import SoftFileLease, Timeout
 
 from ddp import __version__
-from ddp.checkpoint.storage import CheckpointDirectory
+from ddp.checkpoint.storage import CheckpointDirectory, delete_left_over
 from ddp.core.errors import OutputInUse, SetupError, UsageError, one_line
-from ddp.core.files import PROJECT_DIR, TMP_PATTERN, atomic_write, storage_errors, sync_directory, write_json
+from ddp.core.files import PROJECT_DIR, atomic_write, storage_errors, sync_directory, write_json
 from ddp.core.parts import of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import RunConfig, hyperparameters
@@ -50,8 +50,7 @@ class OutputDir:
             new = [folder for folder in self.path.absolute().parents if not folder.exists()]
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for left_over in (*self.path.glob(TMP_PATTERN), *self.checkpoints.rglob(TMP_PATTERN)):
-                left_over.unlink(missing_ok=True)  # a process of the run before may just have renamed it
+            delete_left_over(self.path)
             for clean in of_parts("clean"):  # before anything is written: a full disk would stay full
                 clean(self.directory)
             self.lock.truncate(0)
@@ -97,13 +96,13 @@ class OutputDir:
 
     def write_config(self) -> None:
         """Replace config.json: options, versions, git commit, host."""
-        commit = changes = ""
+        commit, changes, given = "", "", self.config.passes_given  # with which the run can be repeated
         run = partial(subprocess.run, cwd=PROJECT_DIR, capture_output=True, text=True, timeout=10)
         with suppress(OSError, subprocess.TimeoutExpired):
             commit = run(["git", "rev-parse", "HEAD"]).stdout.strip()
             changes = run(["git", "status", "--porcelain", "."]).stdout
         record = {
-            "options": asdict(self.config),
+            "options": {**asdict(self.config), "grad_accum_steps": given or self.config.grad_accum_steps},
             "ddp_template": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -1,6 +1,5 @@
 """A training run: its progress, when it logs, saves and stops, and how it ends."""
 
-import gc
 import logging
 import re
 import shlex
@@ -20,6 +19,7 @@ from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import with_saved_options
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
+from ddp.core.host import freeze_objects
 from ddp.core.parts import Compute, of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, Config, RunConfig
@@ -30,9 +30,9 @@ from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
-from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics
+from ddp.training.run_log import HEARTBEAT_S, RunLog, check_metrics, format_metrics
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import check_model, choose_algorithms, model_name
+from ddp.training.wrapping import check_model, check_same_weights, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
 Metric = Callable[[Mapping[str, float]], float]
@@ -187,10 +187,10 @@ class Run:
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
         state.step += 1
         state.samples_consumed += loader.global_batch
-        if not self.frozen:  # from now on, a full garbage collection does not visit what exists since the first step
-            gc.collect()
-            gc.freeze()
+        if not self.frozen:
             self.frozen = True
+            freeze_objects()
+            check_same_weights(self.checkpoints.fields, state.step, self.ctx)
         self.run_log.step()
         complete = self._epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
@@ -209,6 +209,7 @@ class Run:
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
         state, complete = self.state, self._epoch_is_complete()
+        check_metrics(metrics)
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
         self.run_log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from ddp.checkpoint.manager import CheckpointManager, TrainState
-from ddp.core.errors import ExitCode, plural
+from ddp.core.errors import ExitCode, UsageError, plural
 from ddp.core.files import storage_errors, write_status
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
@@ -272,7 +272,18 @@ def memory_mb(device: torch.device) -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
 
 
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raise UsageError for a metric that cannot be logged."""
+    for name, value in metrics.items():
+        try:
+            float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            remedy = "return one number for each name, NaN where it is undefined"
+            raise UsageError(f"compute_metrics in model.py returned {name}={value!r}: {remedy}") from error
+
+
 def format_metrics(values: Mapping[str, float]) -> str:
     """`loss 1.2345  accuracy 0.5678`: four decimals, or scientific notation for what is very small."""
+    check_metrics(values)
     formats = {name: ".1e" if 0 < abs(value) < 1e-3 else ".4f" for name, value in values.items()}
     return "  ".join(f"{name} {value:{formats[name]}}" for name, value in values.items())

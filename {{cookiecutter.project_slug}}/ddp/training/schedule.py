@@ -34,6 +34,9 @@ class Schedule:
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
         now = self._rates()
+        if len(now) != len(self.ratios):
+            remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"
+            raise UsageError(f"the optimizer had {len(self.ratios)} groups of weights, has {len(now)}: {remedy}")
         if self.used and any(rate not in pair for rate, *pair in zip(now, self.used, self.given, strict=True)):
             raise UsageError(
                 "the learning rate was set after optimizer.step(), and the schedule sets it before the next one: "

@@ -128,7 +128,8 @@ def reads_buffers(model: torch.nn.Module) -> Callable[[], bool]:
     teacher of a model: ranks that keep their own would train with different teachers.
     """
     with_buffers = [part for part in model.modules() if any(True for _ in part.buffers(recurse=False))]
-    only_batch_norm = all(map(_is_batch_norm, with_buffers))
+    forwards = torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatchNorm.forward  # BatchRenorm has its own
+    only_batch_norm = all(_is_batch_norm(part) and type(part).forward in forwards for part in with_buffers)
     return lambda: not (only_batch_norm and all(part.training for part in with_buffers))
 
 
@@ -142,7 +143,8 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
     Without `ddp_model`, each weight is checked in its first step only.
     """
     unchecked = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    names = dict(model.named_parameters())
+    trained = [weight for weight in names.values() if weight.requires_grad]
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if ddp_model is not None and not any(weight.grad is None for weight in trained):
@@ -154,6 +156,9 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
         missing = [unchecked[id(weight)] for weight in weights if weight.grad is None]
         if len(missing) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
             return
+        if late := [name for name in missing if not names[name].requires_grad]:
+            remedy = "freeze it before wrap_model, or let its learning rate be 0"
+            raise UsageError(f"{late[0]} was frozen after wrap_model, which would wait for its gradient: {remedy}")
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             if ddp_model is not None:
@@ -193,6 +198,37 @@ def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel, model: torch.nn
 
     if frozen:
         ddp_model.register_forward_pre_hook(check)
+
+
+def weights_of(optimizer: Any) -> list[torch.Tensor]:
+    """Those that `optimizer` trains."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -> None:
+    """Raise UsageError, on every rank, if their weights differ by more than rounding. Call on every rank.
+
+    fields: those of Training, by name. Different processors may round a step of an optimizer in different ways.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for key, part in fields.items() if ctx.world_size > 1 and not ctx.work.sharded else ():
+        if isinstance(part, torch.nn.Module):
+            weights |= {f"{key}.{name}": weight for name, weight in part.named_parameters()}
+        elif isinstance(part, torch.optim.Optimizer):
+            weights |= {f"a weight of {key}, {number}": weight for number, weight in enumerate(weights_of(part))}
+    plain = {name: each.detach() for name, each in weights.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
+    real = {name: each for name, each in plain.items() if each.is_floating_point() and each.element_size() > 1}
+    if not real or ctx.compare([*real]):  # each rank may have an optimizer for some of them
+        return
+    sums = torch.stack([each.sum(dtype=torch.double).cpu() for each in real.values()])
+    sizes = torch.stack(
+        [each.norm(1, dtype=torch.double).cpu() * torch.finfo(each.dtype).eps for each in real.values()]
+    )
+    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > 2 * sizes
+    if (found := ctx.sum(apart.double())).any():
+        first = [*real][int((found > 0).int().argmax())]
+        remedy = "compute a gradient with one backward() of what ddp_model returned, and step on all ranks or on none"
+        raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
 
 
 class ModelEma:

@@ -19,7 +19,7 @@ import torch
 
 from ddp.checkpoint.storage import FILES
 from ddp.core.errors import UserError
-from ddp.core.files import storage_errors, sync_directory
+from ddp.core.files import TMP_PATTERN, storage_errors, sync_directory
 from ddp.core.parts import Callback, WriteRest
 from ddp.distributed.tensors import Copy, Mark, is_split, map_named
 from ddp.parts.fsdp.rows_folder import RowsFolder
@@ -52,7 +52,7 @@ class RankFiles(Callback):
         token = ctx.on_main(self._create)
 
         def probe(rank: int) -> Path:
-            return folder / f".probe-{token}-{rank}.tmp"
+            return folder / f".probe-{token}-{rank}{TMP_PATTERN[1:]}"
 
         def can_read(rank: int) -> bool:
             with suppress(OSError):

@@ -17,7 +17,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddp.checkpoint.storage import BLOCK, FILES, NAME, CheckpointDirectory, InvalidCheckpoint, step_of, verify
+from ddp.checkpoint.storage import (
+    BLOCK,
+    FILES,
+    NAME,
+    CheckpointDirectory,
+    InvalidCheckpoint,
+    delete_left_over,
+    step_of,
+    verify,
+)
 from ddp.core.errors import CheckpointError, SetupError, UsageError, UserError, differences, first_few, one_line
 from ddp.core.files import TMP_PATTERN, atomic_write, storage_errors
 from ddp.core.options import flag_of
@@ -146,8 +155,8 @@ class Mirror:
         """This run may use its directory: from now on, this process alone writes to the mirror. Raises SetupError."""
         self._reach(lambda: self._put(self.own, "owner.json"))
         self._remember(self.url)
-        for left_over in Path(self.path).rglob(TMP_PATTERN) if self.is_directory else ():
-            left_over.unlink(missing_ok=True)
+        if self.is_directory:
+            delete_left_over(Path(self.path))
         self.may_write = True
         if self.wanted is not None:
             self.request(self.wanted)
