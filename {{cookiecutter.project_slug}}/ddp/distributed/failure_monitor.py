@@ -119,7 +119,7 @@ class FailureMonitor:
         resumable = "nothing was saved yet" if saved is None else f"resumable from step {saved:,}"
         if not self.reachable and self.rank != 0:  # then rank 0 may have saved since
             resumable = "resumable from the newest checkpoint, if there is one"
-        restarts = isinstance(error, RankHangs) or RESTARTS_VARIABLE in os.environ
+        restarts = isinstance(error, RankHangs | PeerFailed) or RESTARTS_VARIABLE in os.environ
         advice = "" if restarts else ": start all ranks again with the same command"
         error.args = (f"{one_line(error)}; {resumable}{advice}",)
 
