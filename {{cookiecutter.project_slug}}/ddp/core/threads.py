@@ -94,9 +94,10 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     The name is that of the function that the line calls, if it has not returned.
     """
     inner, owned = "", []
-    for frame in takewhile(
+    in_run = takewhile(
         lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack
-    ):  # not the start of a run
+    )  # not its start
+    for frame in in_run:
         if is_owner_file(frame.filename):
             owned.append(frame)
         elif not owned and not frame.name.startswith("_") and frame.name not in WRAPPERS:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
+from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, hooks_of, set_epoch
 from ddp.data.reader import SeededReader, hand_over
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.data.workers import DataWait, start_workers
@@ -109,7 +109,6 @@ class TrainLoader(_Loader):
         self.sampler = ResumableSampler(dataset, ctx.rank, ctx.world_size, self.global_batch, self.order)
         if not config.evaluate:
             self._check_epoch(0)
-        self.name = data_name(dataset)
         self.wait_s = 0.0
         self.classes: int | None = None  # of the labels in the first batch; None before it
         self.example: Any = None  # what example_images made of the first batch, until it is logged
