@@ -25,7 +25,7 @@ from ddp.core.files import PROJECT_DIR
 Result = TypeVar("Result")
 NOT_OWNED = (f"{PROJECT_DIR / 'ddp'}{os.sep}", f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}")
 INSTALLED = ("site-packages", "dist-packages", "torchinductor")
-ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"
+ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"  # whose frames are the start of a run
 WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions between a call and what it calls, as are private ones
 
 
@@ -94,9 +94,7 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     The name is that of the function that the line calls, if it has not returned.
     """
     inner, owned = "", []
-    in_run = takewhile(
-        lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack
-    )  # not its start
+    in_run = takewhile(lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack)
     for frame in in_run:
         if is_owner_file(frame.filename):
             owned.append(frame)
