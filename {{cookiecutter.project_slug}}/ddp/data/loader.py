@@ -137,10 +137,9 @@ class TrainLoader(_Loader):
         self._check_epoch(epoch)
         set_epoch(self.dataset, epoch)
         if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
-            raise UsageError(
-                f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch}): "
-                "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
-            )
+            found = f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch})"
+            remedy = "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
+            raise UsageError(f"{found}: {remedy}")
         self.sampler.start_at(epoch, samples_consumed)
         steps = self.steps_left(epoch, samples_consumed)
         if steps and not isinstance(self.order, Shuffled):
@@ -154,11 +153,9 @@ class TrainLoader(_Loader):
     def _check_epoch(self, epoch: int) -> None:
         if self.steps_left(epoch) == 0:
             config, processes = self.config, plural(self.ctx.world_size, "process", "es")
-            raise UsageError(
-                f"{self.sampler.length(epoch):,} training samples do not fill one step of {self.global_batch:,} "
-                f"({processes} x --batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): "
-                "lower one of them"
-            )
+            factors = f"{processes} x --batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}"
+            found = f"{self.sampler.length(epoch):,} training samples do not fill one step of {self.global_batch:,}"
+            raise UsageError(f"{found} ({factors}): lower one of them")
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
         size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
