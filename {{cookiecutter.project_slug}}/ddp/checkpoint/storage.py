@@ -283,7 +283,6 @@ class CheckpointDirectory:
                     kept += self.is_good(path)
 
     def is_good(self, path: Path) -> bool:
-        """Whether a checkpoint can be used."""
         if path not in self.good:
             self.good[path] = False
             with suppress(InvalidCheckpoint, UsageError):  # it may need a part that was removed

@@ -46,7 +46,6 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
     return addresses().get(plain(address))
 
 

@@ -76,7 +76,6 @@ def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | No
 
 
 def main_stack() -> list[FrameSummary]:
-    """The stack of the main thread."""
     frames: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()  # not every Python has it
     top = frames.get(threading.main_thread().ident or 0)
     return StackSummary.extract(walk_stack(top), lookup_lines=False) if top else []
