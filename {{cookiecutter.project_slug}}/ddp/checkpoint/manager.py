@@ -34,16 +34,7 @@ from ddp.data.dataset import BatchDataset, Datasets, describe, with_wrapped
 from ddp.data.loader import TrainLoader
 from ddp.data.samples import Records, compare_ranks
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.tensors import (
-    check_state,
-    checksum,
-    digest,
-    is_split,
-    local,
-    named_leaves,
-    snapshot,
-    split_like,
-)
+from ddp.distributed.tensors import check_state, checksum, digest, is_split, local, named_leaves, snapshot, split_like
 
 log = logging.getLogger(__name__)
 SAVED_FILE_VARIABLE = "DDP_SAVED_FILE"  # a job script may set it: a file that exists once there is a checkpoint

@@ -22,9 +22,6 @@ from ddp.distributed.seeds import keep_random_state, seed_everything
 from ddp.distributed.tensors import local, split_like, whole_tree
 
 log = logging.getLogger(__name__)
-# Which options an evaluation takes from its checkpoint: those that loss and data depend on.
-SECTIONS = ("data", "training")  # of --help
-MORE = ("seed", "precision", "matmul_precision")
 NAMES = ("state_dict", "model_state_dict", "model")  # under which files of other programs hold the weights of a model
 PREFIXES = ("module.", "_orig_mod.", "module.")  # of DistributedDataParallel and torch.compile, in either order
 
@@ -64,9 +61,10 @@ def with_saved_options(config: Config, env: RankEnv) -> Config:
 
 
 def saved_names(config: RunConfig) -> list[str]:
-    """The options that an evaluation takes from a checkpoint."""
+    """The options that an evaluation takes from a checkpoint: those that loss and data depend on."""
+    sections, more = ("data", "training"), ("seed", "precision", "matmul_precision")
     items = [item for item in dataclasses.fields(config) if item.name != "evaluate"]
-    return [item.name for item in items if item.metadata["section"] in SECTIONS or item.name in MORE]
+    return [item.name for item in items if item.metadata["section"] in sections or item.name in more]
 
 
 def _saved_options(path: Path) -> dict[str, Any]:

@@ -31,14 +31,13 @@ from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.core.threads import BackgroundJob
 from ddp.distributed.process_group import AS_IT_IS, DistContext, ForTensor
-from ddp.distributed.tensors import leaves
+from ddp.distributed.tensors import BLOCK, leaves
 
 log = logging.getLogger(__name__)
 FORMAT = 3
 FILES = "rows"  # under this name, a checkpoint lists other files with tensors of it: the name -> the digest
 FOLDER = "checkpoints"
 NAME = re.compile(r"step_\d{8,}\.pt")
-BLOCK = 1 << 20  # bytes that are read at once
 COMMENT_PREFIX = b"sha256:"
 COMMENT_LENGTH = len(COMMENT_PREFIX) + 64
 END_RECORD = b"PK\x05\x06"  # starts the last 22 bytes of an archive without a comment
@@ -284,7 +283,6 @@ class CheckpointDirectory:
                     kept += self.is_good(path)
 
     def is_good(self, path: Path) -> bool:
-        """Whether a checkpoint can be used."""
         if path not in self.good:
             self.good[path] = False
             with suppress(InvalidCheckpoint, UsageError):  # it may need a part that was removed

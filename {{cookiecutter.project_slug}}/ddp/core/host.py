@@ -1,7 +1,6 @@
 """This machine: its cores, its files, its addresses and interfaces, and the process that listens on a port."""
 
 import errno
-import gc
 import math
 import os
 import re
@@ -47,7 +46,6 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
     return addresses().get(plain(address))
 
 
@@ -111,9 +109,3 @@ def port_owner(port: int) -> str:
                 program, *arguments = psutil.Process(connection.pid).cmdline() or [unknown]
                 return f"pid {connection.pid} ({' '.join([Path(program).name, *arguments]).strip()[:80]})"
     return unknown
-
-
-def freeze_objects() -> None:
-    """From now on, a full garbage collection of this process does not visit what exists."""
-    gc.collect()
-    gc.freeze()

@@ -83,7 +83,6 @@ def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
 
 
 def rank_log_path(output_dir: str | Path, rank: int) -> Path:
-    """The log file of a rank."""
     return Path(output_dir) / "logs" / f"rank_{rank}.log"
 
 

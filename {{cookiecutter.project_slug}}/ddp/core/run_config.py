@@ -107,10 +107,8 @@ class RunConfig(*of_parts("Options")):  # type: ignore[misc]
                 raise UsageError(f"--config {file}: {error}") from error
         config = cls(**given)
         config.given = frozenset(given)
-        if config.evaluate:  # the rest, once the options of the checkpoint are known
-            RunConfig.check(config)
-        else:
-            config.check()
+        check = RunConfig.check if config.evaluate else cls.check  # the rest, once the checkpoint's options are known
+        check(config)
         return config
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ddp.core.errors import PeerLost, QuitImmediately, Stopped, UserError
 from ddp.core.process_exit import process_exit
+from ddp.core.threads import call_with_timeout
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -153,9 +154,7 @@ class StopSignal(SignalHandler):
             os._exit(process_exit.exit_code)
         assert self.second is not None
         error = QuitImmediately(self.second)
-        telling = threading.Thread(target=process_exit.resolve_root_cause, args=(error,), daemon=True)
-        telling.start()
-        telling.join(TELL_PEERS_TIMEOUT_S)
+        call_with_timeout(TELL_PEERS_TIMEOUT_S, lambda: process_exit.resolve_root_cause(error))
         process_exit.hard_exit(error)
 
 

@@ -25,7 +25,7 @@ from ddp.core.files import PROJECT_DIR
 Result = TypeVar("Result")
 NOT_OWNED = (f"{PROJECT_DIR / 'ddp'}{os.sep}", f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}")
 INSTALLED = ("site-packages", "dist-packages", "torchinductor")
-ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"
+ENTRYPOINT = f"{PROJECT_DIR / 'ddp' / 'entrypoint'}{os.sep}"  # whose frames are the start of a run
 WRAPPERS = ("wrapper", "inner", "decorate_context")  # functions between a call and what it calls, as are private ones
 
 
@@ -76,7 +76,6 @@ def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | No
 
 
 def main_stack() -> list[FrameSummary]:
-    """The stack of the main thread."""
     frames: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()  # not every Python has it
     top = frames.get(threading.main_thread().ident or 0)
     return StackSummary.extract(walk_stack(top), lookup_lines=False) if top else []
@@ -94,9 +93,8 @@ def call_site(stack: Iterable[FrameSummary]) -> str:
     The name is that of the function that the line calls, if it has not returned.
     """
     inner, owned = "", []
-    for frame in takewhile(
-        lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack
-    ):  # not the start of a run
+    in_run = takewhile(lambda frame: not os.path.realpath(frame.filename).startswith(ENTRYPOINT), stack)
+    for frame in in_run:
         if is_owner_file(frame.filename):
             owned.append(frame)
         elif not owned and not frame.name.startswith("_") and frame.name not in WRAPPERS:

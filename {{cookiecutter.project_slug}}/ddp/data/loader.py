@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
+from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, hooks_of, set_epoch
 from ddp.data.reader import SeededReader, hand_over
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.data.workers import DataWait, start_workers
@@ -109,7 +109,6 @@ class TrainLoader(_Loader):
         self.sampler = ResumableSampler(dataset, ctx.rank, ctx.world_size, self.global_batch, self.order)
         if not config.evaluate:
             self._check_epoch(0)
-        self.name = data_name(dataset)
         self.wait_s = 0.0
         self.classes: int | None = None  # of the labels in the first batch; None before it
         self.example: Any = None  # what example_images made of the first batch, until it is logged
@@ -138,10 +137,9 @@ class TrainLoader(_Loader):
         self._check_epoch(epoch)
         set_epoch(self.dataset, epoch)
         if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
-            raise UsageError(
-                f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch}): "
-                "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
-            )
+            found = f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch})"
+            remedy = "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
+            raise UsageError(f"{found}: {remedy}")
         self.sampler.start_at(epoch, samples_consumed)
         steps = self.steps_left(epoch, samples_consumed)
         if steps and not isinstance(self.order, Shuffled):
@@ -155,11 +153,9 @@ class TrainLoader(_Loader):
     def _check_epoch(self, epoch: int) -> None:
         if self.steps_left(epoch) == 0:
             config, processes = self.config, plural(self.ctx.world_size, "process", "es")
-            raise UsageError(
-                f"{self.sampler.length(epoch):,} training samples do not fill one step of {self.global_batch:,} "
-                f"({processes} x --batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}): "
-                "lower one of them"
-            )
+            factors = f"{processes} x --batch-size {config.batch_size} x --grad-accum-steps {config.grad_accum_steps}"
+            found = f"{self.sampler.length(epoch):,} training samples do not fill one step of {self.global_batch:,}"
+            raise UsageError(f"{found} ({factors}): lower one of them")
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
         size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix

@@ -19,16 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp.core.errors import (
-    CollectiveMismatch,
-    ExitCode,
-    PeerFailed,
-    PeerLost,
-    RankHangs,
-    exit_code_of,
-    numbered,
-    one_line,
-)
+from ddp.core.errors import CollectiveMismatch, PeerFailed, PeerLost, RankHangs, exit_code_of, numbered, one_line
 from ddp.core.process_exit import FAILURE_KEY, failure_record, process_exit, translate_exception
 from ddp.core.run_config import RESTARTS_VARIABLE
 from ddp.core.signals import stop_signal
@@ -110,7 +101,7 @@ class FailureMonitor:
 
     def add_saved_step(self, error: BaseException) -> None:
         """Add from which step the run can be resumed, if a process was lost, here or on the rank that failed first."""
-        if not isinstance(error, PeerLost | PeerFailed) or error.exit_code != ExitCode.PEER_LOST:
+        if not isinstance(error, PeerLost | PeerFailed) or error.exit_code != PeerLost.exit_code:
             return
         if error.on_every_rank or "resumable from" in str(error):
             return

@@ -278,10 +278,8 @@ def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple
         gpus = {each.gpus[each.local_rank % len(each.gpus)] for each in local if each.gpus}
         if not info.gpus or (config.backend != "gloo" and len(gpus) < len(local)):
             found = f"{plural(len(local), 'process', 'es')}, {plural(len(info.gpus), 'GPU')}"
-            raise SetupError(
-                f"{info.host}: {found}: start one process per GPU, with local ranks from 0; or use --device cpu; or "
-                "share GPUs with --backend gloo"
-            )
+            remedy = "start one process per GPU, with local ranks from 0; or use --device cpu"
+            raise SetupError(f"{info.host}: {found}: {remedy}; or share GPUs with --backend gloo")
     if config.backend == "mpi":
         raise SetupError("--backend mpi trains on CPUs here: add --device cpu, or remove --backend mpi")
     nccl = config.backend == "nccl" or (config.backend == "auto" and dist.is_nccl_available())

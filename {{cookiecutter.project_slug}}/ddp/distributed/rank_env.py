@@ -94,10 +94,8 @@ def find_rank_env(config: RunConfig, environ: Mapping[str, str]) -> RankEnv:
     names = VARIABLES[launcher]
     if missing := [name for name in names if not environ.get(name) and name != "LOCAL_RANK"]:
         found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        raise SetupError(
-            f"the environment of {launcher.value} is incomplete: {found} set, {', '.join(missing)} missing; "
-            f"start with {launcher.value}, or unset these variables"
-        )
+        what = f"the environment of {launcher.value} is incomplete: {found} set, {', '.join(missing)} missing"
+        raise SetupError(f"{what}; start with {launcher.value}, or unset these variables")
     in_step = launcher == Launcher.SRUN and "SLURM_STEP_NUM_TASKS" in environ  # a step may be smaller than its job
     rank, world_size = (_integer(environ, name) for name in (names[0], "SLURM_STEP_NUM_TASKS" if in_step else names[1]))
     local_rank = _integer(environ, names[2]) if names[2] in environ else config.local_rank
@@ -123,10 +121,9 @@ def _init_method(launcher: Launcher, environ: Mapping[str, str], world_size: int
         # With clocks that differ, torchrun's c10d rendezvous lets a node train alone.
         nodes, processes = environ.get("NNODES", ""), environ.get("NPROC_PER_NODE", "")
         if nodes.isdigit() and processes.isdigit() and int(nodes) * int(processes) != world_size:
-            raise SetupError(
-                f"WORLD_SIZE={world_size} is not NNODES={nodes} x NPROC_PER_NODE={processes}: some machines did not "
-                "join; compare their clocks and addresses, or unset NNODES and NPROC_PER_NODE"
-            )
+            found = f"WORLD_SIZE={world_size} is not NNODES={nodes} x NPROC_PER_NODE={processes}"
+            remedy = "compare their clocks and addresses, or unset NNODES and NPROC_PER_NODE"
+            raise SetupError(f"{found}: some machines did not join; {remedy}")
         return "env://"
     host = environ.get("MASTER_ADDR")
     if launcher == Launcher.SRUN:

@@ -95,7 +95,6 @@ class RankReports:
         return asked
 
     def complete(self) -> bool:
-        """Whether all ranks have responded."""
         return self.store.check([self._key(rank) for rank in range(self.world_size)])
 
     def received(self) -> Reports:

@@ -131,9 +131,7 @@ def identify_gpus() -> list[str]:
     return uuids
 
 
-def exchange_rank_info(
-    store: dist.Store, env: RankEnv, monitor: FailureMonitor, use_gpus: bool = True
-) -> list[RankInfo]:
+def exchange_rank_info(store: dist.Store, env: RankEnv, monitor: FailureMonitor, use_gpus: bool) -> list[RankInfo]:
     """The RankInfo of every process, by rank; without `use_gpus`, it lists none. Call on every rank.
 
     Raises SetupError if some do not join in time, or if two processes have the same rank.
@@ -147,11 +145,9 @@ def exchange_rank_info(
     first = store.compare_set(f"rank_info/{env.rank}", "", own).decode()
     if first != own:
         theirs = json.loads(first)["host"]
-        error = SetupError(
-            f"rank {env.rank} has already joined at {env.endpoint_text} from host {theirs}, and this "
-            f"is host {host}: use each rank once, and a different port or file for each run (delete a file that an "
-            "earlier run has left)"
-        )
+        joined = f"rank {env.rank} has already joined at {env.endpoint_text} from host {theirs}"
+        remedy = "use each rank once, and a different port or file for each run"
+        error = SetupError(f"{joined}, and this is host {host}: {remedy} (delete a file that an earlier run has left)")
         if store.check(["rank_infos"]):  # do not disturb a run that trains; one that is still starting fails
             monitor.cause = error
         raise error
@@ -185,10 +181,9 @@ def _wait_for_keys(store: dist.Store, keys: list[str], env: RankEnv, monitor: Fa
         if failed := monitor.other_failed():
             raise failed
     absent = missing()
-    raise SetupError(
-        f"only {env.world_size - len(absent)} of {env.world_size} processes joined at {env.endpoint_text} within "
-        f"{monitor.timeout:g} s (--timeout); missing: {numbered('rank', absent)}; start all of them"
-    )
+    joined = f"only {env.world_size - len(absent)} of {env.world_size} processes joined at {env.endpoint_text}"
+    missed = f"within {monitor.timeout:g} s (--timeout); missing: {numbered('rank', absent)}"
+    raise SetupError(f"{joined} {missed}; start all of them")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A training run: its progress, when it logs, saves and stops, and how it ends."""
 
+import gc
 import logging
 import re
 import shlex
@@ -19,7 +20,6 @@ from ddp.checkpoint.manager import CheckpointManager
 from ddp.checkpoint.reuse import with_saved_options
 from ddp.core.errors import Diverged, Stopped, UsageError, exit_code_of, one_line
 from ddp.core.files import hash_source_files, storage_errors
-from ddp.core.host import freeze_objects
 from ddp.core.parts import Compute, of_parts
 from ddp.core.process_exit import process_exit
 from ddp.core.run_config import DEFAULT_PARENT, Config, RunConfig
@@ -49,7 +49,6 @@ class Run:
         self.evaluated_state = self.state  # that of best.pt, in the last evaluation
         self.run_log = RunLog(config, ctx, self.checkpoints, trackers)
         self.max_steps = config.max_steps or sys.maxsize
-        self.frozen = False
         self.stop_reason = int(signal.SIGTERM)  # on which all ranks agree
         self.train_loader: Any = None  # from resume() on, as all below
         self.meter: Any = None
@@ -187,9 +186,9 @@ class Run:
         state, loader, every = self.state, self.train_loader, self.config.checkpoint_every
         state.step += 1
         state.samples_consumed += loader.global_batch
-        if not self.frozen:
-            self.frozen = True
-            freeze_objects()
+        if state.step == self.run_log.first_step + 1:
+            gc.collect()
+            gc.freeze()  # from now on, a full garbage collection of this process does not visit what exists
             check_same_weights(self.checkpoints.fields, state.step, self.ctx)
         self.run_log.step()
         complete = self._epoch_is_complete()

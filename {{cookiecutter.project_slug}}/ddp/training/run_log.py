@@ -17,7 +17,7 @@ from ddp.core.files import storage_errors, write_status
 from ddp.core.process_exit import process_exit
 from ddp.core.rank_logs import console
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import classes_of
+from ddp.data.dataset import classes_of, data_name
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.gpu_wait import GpuWait
@@ -88,7 +88,7 @@ class RunLog:
         counts = [f"{loader.length:,} training"]
         counts += [f"{each.length:,} {each.part_name}" for each in eval_loaders if each.length]
         missing = " and ".join(f"no {each.part_name} set" for each in eval_loaders if not each.length)
-        log.info(f"{loader.name}: {', '.join(counts)} samples{missing and f'; {missing}'}")
+        log.info(f"{data_name(loader.dataset)}: {', '.join(counts)} samples{missing and f'; {missing}'}")
         if classes := [str(name) for name in classes_of(loader.dataset)]:
             names = classes if len(classes) <= 3 else [classes[0], "...", classes[-1]]
             log.info(f"{plural(len(classes), 'class', 'es')}: {', '.join(names)}")

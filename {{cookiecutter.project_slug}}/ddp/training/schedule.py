@@ -38,10 +38,9 @@ class Schedule:
             remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"
             raise UsageError(f"the optimizer had {len(self.ratios)} groups of weights, has {len(now)}: {remedy}")
         if self.used and any(rate not in pair for rate, *pair in zip(now, self.used, self.given, strict=True)):
-            raise UsageError(
-                "the learning rate was set after optimizer.step(), and the schedule sets it before the next one: "
-                "set it before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
-            )
+            reason = "the learning rate was set after optimizer.step(), and the schedule sets it before the next one"
+            remedy = "set it before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
+            raise UsageError(f"{reason}: {remedy}")
         self.set(epochs_done)
         self.given = self._rates()
 

@@ -246,11 +246,8 @@ class ModelEma:
                 tensors |= dict(part.named_buffers(prefix, recurse=False))
         numbers = {name: own for name, own in tensors.items() if own.is_floating_point() or own.is_complex()}
         # The tensors of `module`, or wider copies. Not the -inf of an attention mask: its average with itself is NaN.
-        self.averages = {
-            name: own.to(torch.promote_types(own.dtype, torch.float32))
-            for name, own in numbers.items()
-            if local(own).isfinite().all()
-        }
+        finite = {name: own for name, own in numbers.items() if local(own).isfinite().all()}
+        self.averages = {name: own.to(torch.promote_types(own.dtype, torch.float32)) for name, own in finite.items()}
         self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
         base = torch.nn.Module.get_extra_state
         self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
