@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from outputs import weights_and_momentum
+from outputs import lines, weights_and_momentum
 from template_copy import changed_main
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, random_split
 
 import compare
 import data
@@ -26,13 +26,19 @@ import ddp.data.loader
 import main
 import model
 from config import Config
-from ddp.data.dataset import Datasets
+from ddp.checkpoint.reuse import load_weights, read_weights
+from ddp.core.errors import UsageError
+from ddp.data.dataset import BatchDataset, Datasets, hooks_of
+from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.workers import Workers
+from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint.run_main import run_as_rank
+from ddp.training.meter import Meter
 from ddp.training.schedule import Schedule
+from ddp.training.wrapping import wrap_model
 from faults import fault
-from processes import Ranks, train
+from processes import Ranks, on_ranks, train
 from small_models import build_awkward
 
 OPTIONS = ("--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--epochs", 2, "--warmup-epochs", 0)
@@ -379,6 +385,194 @@ def test_a_metric_that_is_no_number_is_one_line(value: Any, tmp_path: Path, monk
     monkeypatch.setattr(model, "compute_metrics", lambda totals: compute(totals) | {"per_class": value})
     error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
     assert error.startswith("error: compute_metrics in model.py returned per_class="), error
+
+
+# ---- hooks, metrics and rates that would have no effect, or another one ---------------------------------------------
+
+
+class Hooked(BatchDataset):
+    classes = tuple("0123456789")
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 32, 32), float(index)), index % 10
+
+    def prepare(self, batch: Any) -> Any:
+        return batch[0] + 0.01 * torch.randn_like(batch[0]), batch[1]
+
+
+class Held(Dataset):
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
+    own = Hooked()
+    folds = random_split(own, [20, 20])
+    for holder in (ConcatDataset(folds), Held(base=own), Held(parts=[own]), Held(dataset=Held(base=Held(dataset=own)))):
+        with pytest.raises(UsageError, match="holds a BatchDataset, whose hooks would be ignored: name what it wraps"):
+            hooks_of(holder)
+    assert hooks_of(folds[0]) is own and hooks_of(Held(dataset=Held(dataset=own))) is own
+    circle = Held()
+    circle.other = circle
+    assert type(hooks_of(circle)) is BatchDataset
+
+
+def test_mix_may_be_an_attribute() -> None:
+    def targets(ctx: DistContext) -> list[int]:
+        own = Hooked()
+        own.mix = lambda inputs, targets: (inputs, torch.full_like(targets, 7))  # type: ignore[method-assign]
+        config = Config.parse(["--device=cpu", "--workers=0", "--batch-size=4"])
+        ((_, found),) = next(TrainLoader(own, config, ctx).steps(0))
+        return list(found.tolist())
+
+    assert on_ranks(1, targets, "--device=cpu") == [[7] * 4]
+
+
+def test_random_numbers_in_prepare_are_those_of_the_batch_in_an_evaluation() -> None:
+    def sums(ctx: DistContext) -> list[float]:
+        torch.rand(ctx.world_size)
+        config = Config.parse(["--device=cpu", "--workers=0", "--batch-size=4"])
+        return [inputs.sum().item() for inputs, _ in EvalLoader(Hooked(), config, ctx)]
+
+    (alone,), both = on_ranks(1, sums, "--device=cpu"), on_ranks(2, sums, "--device=cpu")
+    assert [both[number % 2][number // 2] for number in range(10)] == alone
+
+
+def test_what_a_meter_has_added_stays_as_it_was() -> None:
+    """A weight and a buffer change in place before batches are added up; compute_metrics may change its totals."""
+
+    def taken(ctx: DistContext) -> tuple[Any, Any]:
+        def in_place(totals: Any) -> Any:
+            totals["weight"] /= 2
+            return dict(totals)
+
+        meter, weight, buffer = Meter(ctx, in_place), nn.Parameter(torch.ones(())), torch.zeros(())
+        for _ in range(4):
+            buffer += 1
+            meter.add({"weight": weight, "buffer": buffer, "half": weight / 2})
+            with torch.no_grad():
+                weight += 1
+        found = [meter.take(), meter.take_epoch(complete=True)]
+        return [{name: value.item() for name, value in each.items()} for each in found]
+
+    assert on_ranks(1, taken, "--device=cpu") == [[{"weight": 5, "buffer": 10, "half": 5}] * 2]
+
+
+def test_weights_that_each_rank_has_in_another_order_are_refused() -> None:
+    """As those in the order of a set, which differs between processes: DDP would average different weights."""
+
+    def wrapped(ctx: DistContext) -> str:
+        names = ["color", "shape"][:: 1 - 2 * ctx.rank]
+        try:
+            wrap_model(
+                nn.ModuleDict({name: nn.Linear(2, 2) for name in names}), Config.parse(["--device=cpu"]), ctx, model
+            )
+        except UsageError as error:
+            return str(error)
+        return "accepted"
+
+    line = "the ranks have the weights or buffers of the model in another order: sort names from a set"
+    assert on_ranks(2, wrapped, "--device=cpu") == [line, line]
+
+
+class Scaled(nn.Linear):
+    """Doubles weights of its first version when it loads them."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+def test_init_from_knows_the_versions_of_modules(prefix: str, tmp_path: Path) -> None:
+    model_of = lambda: nn.ModuleDict({"a": Scaled(2, 2)})  # noqa: E731
+    outer = saved = model_of()
+    for name in prefix.split(".")[:-1][::-1]:
+        outer = nn.ModuleDict({name: outer})
+    torch.save(outer.state_dict(), tmp_path / "weights.pt")
+    config, loaded = Config.parse(["--init-from", str(tmp_path / "weights.pt")]), model_of()
+    load_weights(loaded, read_weights(config, "model"), "a file")
+    assert torch.equal(loaded["a"].weight, saved["a"].weight)
+
+
+def test_a_scheduler_of_torch_that_is_no_field_of_training_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(network.parameters(), lr=config.lr)
+        optimizer.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # type: ignore[attr-defined]
+        return optimizer
+
+    monkeypatch.setattr(model, "build_optimizer", build_optimizer)
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith(
+        "error: a scheduler of torch would have no effect, because run.steps() sets the rate: subcl"
+    )
+
+
+def test_the_logged_rate_is_that_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Schedule):
+        def set(self, epochs_done: float) -> None:
+            self.optimizer.param_groups[0]["lr"] = 0.25
+
+    monkeypatch.setattr(main, "Schedule", Own)
+    train(1, *OPTIONS, "--max-steps", 1, "--log-every", 1, "--output-dir", tmp_path / "own")
+    monkeypatch.setattr(main, "Schedule", Schedule)
+    monkeypatch.setattr(
+        model, "build_optimizer", lambda network, config: torch.optim.SGD(network.parameters(), lr=1e-3)
+    )
+    constant = ["--lr-schedule", "constant", "--max-steps", 1, "--log-every", 1]
+    train(1, *OPTIONS, *constant, "--output-dir", tmp_path / "fixed")
+    assert [lines(tmp_path / name, "train")[0]["lr"] for name in ("own", "fixed")] == [0.25, pytest.approx(1e-3)]
+
+
+@pytest.mark.parametrize(("option", "dynamic"), [([], None), (["--deterministic"], False)])
+def test_compiled_kernels_do_not_depend_on_earlier_sizes_with_deterministic(
+    option: list[str], dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch compiles for all sizes once it has seen two: in a resumed run perhaps at another time."""
+
+    def wrapped(ctx: DistContext) -> list[Any]:
+        seen: list[Any] = []
+        monkeypatch.setattr(nn.Module, "compile", lambda module, **given: seen.append(given["dynamic"]))
+        wrap_model(nn.Linear(2, 2), Config.parse(["--device=cpu", "--compile", *option]), ctx, model)
+        return seen
+
+    assert on_ranks(1, wrapped, "--device=cpu") == [[dynamic]]
+
+
+def test_a_step_that_is_not_counted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples would be used again, and an epoch end too early."""
+    skip = "                if run.state.step == 2:\n                    continue\n"
+    advance = "                run.advance()  # counts"
+    monkeypatch.setattr(main, "main", changed_main({advance: skip + advance}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error == "error: call run.advance() once for each step, also for one that changes nothing"
+
+
+def test_an_optimizer_without_a_rate_and_totals_without_a_sum_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, weights: Any) -> None:
+            super().__init__(weights, lr=0.1)
+            self.param_groups[0]["lr"] = None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "build_optimizer", lambda network, config: Own(network.parameters()))
+        error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path / "a", code=2))
+        assert error == "error: Own has no learning rate: pass lr=config.lr in build_optimizer"
+    totals = model.batch_totals
+    right = lambda outputs, targets: outputs.argmax(1) == targets  # noqa: E731
+    monkeypatch.setattr(model, "batch_totals", lambda *given: totals(*given) | {"right": right(*given[1:])})
+    error = the_error(train(1, *OPTIONS, "--eval-batch-size", 7, "--output-dir", tmp_path / "b", code=2))
+    assert error.startswith("error: batch_totals in model.py: right has another shape in another batch: return a sum")
 
 
 # ---- what torch reports with a traceback ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def init_weights(
     _refuse_random_constants(model, loaded, build, config, ctx)
 
 
-def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
+def read_weights(config: RunConfig, name: str) -> Mapping[str, Tensor]:
     """The weights of --init-from, by their names in the model. `name`: the part of a checkpoint that holds them.
 
     Raises UsageError, CheckpointError, or SetupError if they cannot be downloaded. Runs no code from the file.
@@ -143,10 +144,19 @@ def read_weights(config: RunConfig, name: str) -> dict[str, Tensor]:
     weights = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not weights:
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
+    versions = dict(getattr(content, "_metadata", {}))  # of the modules, by name: an older one may load otherwise
     for prefix in PREFIXES:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights
+            versions = {f"{key}.".removeprefix(prefix).rstrip("."): value for key, value in versions.items()}
+    return _with_versions(weights, versions)
+
+
+def _with_versions(weights: Mapping[str, Tensor], versions: Any) -> Mapping[str, Tensor]:
+    state: Any = OrderedDict(weights)
+    if versions:
+        state._metadata = versions
+    return state
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:
@@ -158,7 +168,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: 
         first = next(iter(weights))
         theirs = f"its first weight is {first} {list(weights[first].shape)}"
         raise CheckpointError(f"--init-from {source}: none of its weights fits this model; {theirs}")
-    model.load_state_dict(fitting, strict=False)
+    model.load_state_dict(_with_versions(fitting, getattr(weights, "_metadata", None)), strict=False)
     log.info(f"weights from {source}: {len(fitting)} of {len(own)}")
     resized = [f"{name} {list(weights[name].shape)}" for name in common if name not in fitting]
     unused = {
@@ -193,7 +203,7 @@ def _refuse_random_constants(
         raise CheckpointError(f"--init-from {config.init_from}: {weights}: {remedy}")
 
 
-def _of_torchvision(model: str) -> dict[str, Tensor]:
+def _of_torchvision(model: str) -> Mapping[str, Tensor]:
     """The weights that torchvision recommends for --model. They are downloaded once, into TORCH_HOME."""
     import torchvision  # slow to import, and only needed here
 
@@ -201,7 +211,7 @@ def _of_torchvision(model: str) -> dict[str, Tensor]:
         raise UsageError(f"--init-from torchvision: it has no weights for {model or 'this model'}; pass a file")
     weights = torchvision.models.get_model_weights(model).DEFAULT
     try:
-        return dict(weights.get_state_dict(progress=False, check_hash=True))
+        return weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: the hash is another one
         remedy = "download it, and pass its path to --init-from"
         raise SetupError(f"--init-from torchvision: cannot download {weights.url}: {error}; {remedy}") from error

@@ -158,7 +158,7 @@ class TrainLoader(_Loader):
             raise UsageError(f"{found} ({factors}): lower one of them")
 
     def _batches(self, epoch: int, samples_consumed: int) -> Iterator[Any]:
-        size, mixes = self.config.batch_size, type(self.hooks).mix is not BatchDataset.mix
+        size, mixes = self.config.batch_size, getattr(self.hooks.mix, "__func__", None) is not BatchDataset.mix
         end = samples_consumed + len(self.sampler) * self.ctx.world_size
         for chunk in self._chunks(BatchSampler(self.sampler, self.chunk_size, drop_last=False), epoch):
             rows = min(self.chunk_size, (end - samples_consumed) // self.ctx.world_size)
@@ -211,11 +211,14 @@ class EvalLoader(_Loader):
         starts = (min(number, count - 1) * self.chunk_size for number in range(self.ctx.rank, end, world_size))
         ours = [range(self.length)[start : start + self.chunk_size] for start in starts]
         with keep_random_state():
-            for number, batch in enumerate(self._chunks(ours, EVALUATION)):
+            chunks = self._chunks(ours, EVALUATION)
+            for number in range(len(ours)):
+                # `prepare`, a model or a loss may draw random numbers: the same for any number of processes.
+                position = number * world_size + self.ctx.rank
+                seed_step(self.config.seed, position, rank=EVALUATION)
+                batch = next(chunks)
                 if number == 0:
                     check_batch(batch, self.dataset)
-                # A model or a loss may draw random numbers: the same for any number of processes, and for no rank.
-                position = number * world_size + self.ctx.rank
                 seed_step(self.config.seed, position, rank=EVALUATION)
                 work.repeats, work.asked = position >= count, False
                 try:

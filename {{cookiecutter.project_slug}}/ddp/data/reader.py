@@ -73,7 +73,7 @@ class SeededReader(Dataset):
             return batch
         try:
             return self.collate(samples)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise explain_collate_error(error, samples, self.dataset) from error
 
 

@@ -43,7 +43,7 @@ class Meter:
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
             # Without its graph, which would keep the memory of its step. A norm of split gradients is split as well.
-            totals[name] = map_tensors(value, lambda tensor: whole(tensor).detach())
+            totals[name] = map_tensors(value, lambda tensor: _own(whole(tensor)))
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
@@ -59,6 +59,8 @@ class Meter:
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
+            if len({tensor.shape for tensor in tensors}) > 1:
+                raise UsageError(f"batch_totals in model.py: {name} has another shape in another batch: return a sum")
             total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
             self.local[name] = self.local.get(name, 0) + total + numbers
 
@@ -92,7 +94,7 @@ class Meter:
         """The metrics since the last call; empty if nothing was added. Call on every rank."""
         self.reduce()
         self.epoch, self.taken, self.total = self._epoch_so_far(), self.total, {}
-        return self.compute_metrics(self.taken) if self.taken else {}
+        return self._metrics_of(self.taken)
 
     def take_epoch(self, complete: bool) -> dict[str, Any]:
         """The metrics of the epoch so far; restart from zero if it is complete. Call on every rank.
@@ -103,7 +105,11 @@ class Meter:
         epoch = self._epoch_so_far()
         if complete:
             self.total, self.epoch = {}, {}
-        return self.compute_metrics(epoch) if epoch else {}
+        return self._metrics_of(epoch or {})
+
+    def _metrics_of(self, totals: Totals) -> dict[str, Any]:
+        """The owner's function gets copies, which it may change."""
+        return self.compute_metrics(map_tensors(totals, torch.Tensor.clone)) if totals else {}
 
     def _epoch_so_far(self) -> Totals | None:
         if self.epoch is None or any(isinstance(value, list) for value in self.total.values()):
@@ -116,6 +122,13 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its graph; a copy of a weight, or of another tensor that is changed in place."""
+    is_weight = tensor.requires_grad and tensor.is_leaf
+    changes = is_weight or (not tensor.is_inference() and tensor._version > 0)
+    return tensor.detach().clone() if changes else tensor.detach()
 
 
 def _zeros(totals: Totals) -> Totals:

@@ -151,8 +151,7 @@ class Run:
     def finished(self) -> bool:
         """Whether --epochs, --max-steps or --patience end the training, and it was evaluated. True with --evaluate."""
         enough = self.state.step >= self.max_steps and self.state.evaluated_step == self.state.step
-        done = enough or self.state.epoch >= self.config.epochs or self._is_out_of_patience()
-        return done or self.config.evaluate
+        return enough or self.config.evaluate or self.state.epoch >= self.config.epochs or self._is_out_of_patience()
 
     def _is_out_of_patience(self) -> bool:
         return self.config.patience is not None and self.state.epochs_since_best >= self.config.patience
@@ -166,14 +165,15 @@ class Run:
         self.run_log.start_epoch()
         self.run_log.enter("productive")
         self.ctx.stop_sync.restart(training=True)
-        left = max(0, self.max_steps - state.step)
-        for batches in islice(loader.steps(state.epoch, state.samples_consumed), left):
+        for batches in islice(loader.steps(state.epoch, state.samples_consumed), max(0, self.max_steps - state.step)):
             seed_step(self.config.seed, state.step, self.ctx.rank)
             self.ctx.work.step = state.step
             middle = state.samples_consumed + loader.global_batch / 2  # of this step
             for schedule in self.schedules:
                 schedule.start_step(state.epoch + middle / loader.sampler.length(state.epoch))
             yield batches
+            if state.step == self.ctx.work.step:
+                raise UsageError("call run.advance() once for each step, also for one that changes nothing")
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.run_log.enter("evaluation")
         self.run_log.close_bar()
@@ -195,7 +195,8 @@ class Run:
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
             on_console = not at_end and self.run_log.steps_per_epoch > self.config.log_every
-            self.run_log.log_train(self.meter.take(), self.schedules[0].lr, self.meter.taken, on_console=on_console)
+            metrics, lr = self.meter.take(), self.schedules[0].last_lr
+            self.run_log.log_train(metrics, lr, self.meter.taken, on_console=on_console)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 

@@ -13,6 +13,7 @@ import torch
 
 from ddp.core.errors import UsageError
 
+REMEDY = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
 REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
 
 
@@ -23,6 +24,8 @@ class Schedule:
         self.optimizer, self.config, self.lr = optimizer, config, 0.0
         self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
         # Groups of weights may have their own rates: as `lr`, or as a factor `lr_scale` (timm's layer decay).
+        if any(group["lr"] is None for group in optimizer.param_groups):
+            raise UsageError(f"{type(optimizer).__name__} has no learning rate: pass lr=config.lr in build_optimizer")
         self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
@@ -31,8 +34,15 @@ class Schedule:
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    @property
+    def last_lr(self) -> float:
+        """The highest rate of the optimizer's last step; before it, that of `set`."""
+        return float(max(self.used)) if self.used else self.lr
+
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # torch marks it
+            raise UsageError(f"a scheduler of torch would have no effect, because run.steps() sets the rate: {REMEDY}")
         now = self._rates()
         if len(now) != len(self.ratios):
             remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"

@@ -73,13 +73,17 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     """
     if config.sync_bn:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: it replaces layers and keeps their weights
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if ctx.compare([(name, each.shape, str(each.dtype)) for name, each in tensors]):  # DDP goes by position
+        raise UsageError("the ranks have the weights or buffers of the model in another order: sort names from a set")
     of_part = [wrap(model, config, ctx, task) for wrap in of_parts("wrap_model")]
     wrapped: Any = next((each for each in of_part if each is not None), None)
     ctx.work.sharded = wrapped is not None
     if wrapped is None:
         wrapped = _replicate(model.to(ctx.device), config, ctx, task)
     if config.compile:
-        model.compile()  # in place: it keeps the names of the weights
+        # In place: it keeps the names of the weights. Kernels for all sizes would depend on the sizes seen before.
+        model.compile(dynamic=False if config.deterministic else None)
     _warn_of_frozen_norms(model, ctx)
     for each in ctx.callbacks:
         each.wrapped(model, task)
