@@ -303,6 +303,26 @@ def test_a_state_does_not_go_to_another_weight_of_the_same_shape(
     assert "resuming from" in train(1, *options, 6)
 
 
+def test_a_field_of_training_may_not_have_the_name_of_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = make_dataclass("Training", [("weights_of", Any)], bases=(main.Training,))
+    monkeypatch.setattr(main, "Training", lambda net, optimizer, *rest: kind(net, optimizer, *rest, nn.Linear(1, 1)))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error == "error: Training.weights_of in main.py: checkpoints use that name; rename the field"
+
+
+def test_an_optimizer_for_a_model_that_has_become_narrower_loads_as_torch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Any_(nn.Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.flatten(1).to(self.weight.dtype)).float()
+
+    monkeypatch.setattr(model, "build_optimizer", lambda network, config: torch.optim.AdamW(network.parameters()))
+    for steps, dtype in ((2, torch.float32), (4, torch.bfloat16)):
+        monkeypatch.setattr(model, "build_model", lambda *_, dtype=dtype: Any_(3 * 32 * 32, 10).to(dtype))
+        train(1, *OPTIONS, "--max-steps", steps, "--output-dir", tmp_path)
+
+
 class Wide(torch.optim.Optimizer):
     """Sums in float64 and integers, for weights in float32 or less."""
 
@@ -414,7 +434,12 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
     for holder in (ConcatDataset(folds), Held(base=own), Held(parts=[own]), Held(dataset=Held(base=Held(dataset=own)))):
         with pytest.raises(UsageError, match="holds a BatchDataset, whose hooks would be ignored: name what it wraps"):
             hooks_of(holder)
-    assert hooks_of(folds[0]) is own and hooks_of(Held(dataset=Held(dataset=own))) is own
+    assert hooks_of(folds[0]) is own and hooks_of(Held(dataset=Held(dataset=own), other=own)) is own
+    assert type(hooks_of(Held(raw=type("Raw", (BatchDataset,), {})()))) is BatchDataset, "there is no hook to ignore"
+    many = [Held() for _ in range(60)]
+    for each in many:
+        each.others = many
+    assert type(hooks_of(many[0])) is BatchDataset
     circle = Held()
     circle.other = circle
     assert type(hooks_of(circle)) is BatchDataset
@@ -499,6 +524,20 @@ def test_init_from_knows_the_versions_of_modules(prefix: str, tmp_path: Path) ->
     config, loaded = Config.parse(["--init-from", str(tmp_path / "weights.pt")]), model_of()
     load_weights(loaded, read_weights(config, "model"), "a file")
     assert torch.equal(loaded["a"].weight, saved["a"].weight)
+
+
+def test_a_schedule_may_use_one_of_torch_and_add_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Schedule):
+        def __init__(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+            super().__init__(optimizer, *rest)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            self.inner = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def set(self, epochs_done: float) -> None:
+            self.optimizer.param_groups[0]["lr"] = 0.1 * self.inner.gamma**epochs_done
+
+    monkeypatch.setattr(main, "Schedule", Own)
+    train(1, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path)
 
 
 def test_a_scheduler_of_torch_that_is_no_field_of_training_is_refused(

@@ -31,7 +31,7 @@ import main as project
 import model as task
 from compare import differences, metrics_lines, newest
 from config import Config
-from ddp.checkpoint.state import weight_names
+from ddp.checkpoint.state import weights_of_optimizers
 from ddp.core.errors import ExitCode, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
 from ddp.data.dataset import BatchDataset, data_name, hooks_of
@@ -104,7 +104,8 @@ def whole_run(killed_in: int, folder: Path) -> None:
 
     def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
-        run.ctx.on_main((folder / "names").write_text, json.dumps(weight_names(vars(training))))
+        names = {key: [name for name, _ in each] for key, each in weights_of_optimizers(vars(training)).items()}
+        run.ctx.on_main((folder / "names").write_text, json.dumps(names))
 
     def advance_and_die(run: Any) -> None:
         advance(run)

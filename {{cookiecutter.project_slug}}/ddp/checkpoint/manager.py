@@ -21,7 +21,7 @@ from ddp.checkpoint.state import (
     keep_dtypes,
     run_differences,
     scale_change,
-    weight_names,
+    weights_of_optimizers,
 )
 from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_on_main
 from ddp.core.errors import CheckpointError, Diverged, UsageError, differences, first_few, plural
@@ -164,7 +164,6 @@ class CheckpointManager:
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
         self.fields = {name: part for name, part in fields.items() if part is not None}
-        check_parts(self.fields, self._reserved())
         models = [name for name, part in self.fields.items() if isinstance(part, torch.nn.Module)]
         self.facts |= {
             # Of models, names and sizes of the weights are compared instead of the class.
@@ -173,8 +172,9 @@ class CheckpointManager:
             "samples": train_loader.length,
             "dataset": {**describe(train_loader.dataset), **train_loader.order_facts()},
             "records": json.dumps(self.records),
-            "weights": weight_names(self.fields),
+            "weights_of": weights_of_optimizers(self.fields),
         }
+        check_parts(self.fields, self._reserved())
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.fixed = FixedShapes(self.fields)
@@ -314,7 +314,8 @@ class CheckpointManager:
             state = receive(name)
             try:
                 part.load_state_dict(state)
-                if isinstance(part, torch.optim.Optimizer):
+                same = content.get("weights_of", {}).get(name) == self.facts["weights_of"].get(name)
+                if same and isinstance(part, torch.optim.Optimizer):
                     keep_dtypes(part, state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"its {name} does not fit this run: {error}"

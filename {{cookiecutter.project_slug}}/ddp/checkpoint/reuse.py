@@ -144,7 +144,8 @@ def read_weights(config: RunConfig, name: str) -> Mapping[str, Tensor]:
     weights = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not weights:
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
-    versions = dict(getattr(content, "_metadata", {}))  # of the modules, by name: an older one may load otherwise
+    # Of the modules, by name: an older one may load otherwise. Without what else torch stores there.
+    versions = {key: {"version": each["version"]} for key, each in (getattr(content, "_metadata", None) or {}).items()}
     for prefix in PREFIXES:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}

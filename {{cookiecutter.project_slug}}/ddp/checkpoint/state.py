@@ -61,25 +61,28 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
             raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
 
-def weight_names(fields: Mapping[str, Any]) -> dict[str, list[str | None]]:
-    """The names of the weights of each optimizer in `fields`, in the order that its state follows."""
+def weights_of_optimizers(fields: Mapping[str, Any]) -> dict[str, list[tuple[str | None, str]]]:
+    """The name and the dtype of each weight of the optimizers in `fields`, in the order that their states follow."""
     models = {key: part for key, part in fields.items() if isinstance(part, torch.nn.Module)}
     names = {id(each): f"{key}.{name}" for key, part in models.items() for name, each in part.named_parameters()}
     groups = {key: part.param_groups for key, part in fields.items() if hasattr(part, "param_groups")}
-    return {key: [names.get(id(each)) for group in groups[key] for each in group["params"]] for key in groups}
+    weights = {key: [each for group in groups[key] for each in group["params"]] for key in groups}
+    return {key: [(names.get(id(each)), str(each.dtype)) for each in weights[key]] for key in weights}
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Undo that torch has cast what `optimizer` loaded from `state` to the dtypes of its weights: sums may be wider."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    """Undo that torch has cast what `optimizer` loaded from `state` to the dtypes of its weights: sums may be wider.
+
+    For weights that have the dtypes that they had then. An optimizer that consists of others has another state.
+    """
+    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, weight in zip(numbers, weights, strict=True):
-        saved = state["state"].get(number, {})
-        for key, loaded in optimizer.state[weight].items() if weight in optimizer.state else ():
-            if isinstance(loaded, torch.Tensor) and isinstance(value := saved.get(key), torch.Tensor):
-                narrower = value.is_floating_point() and torch.promote_types(value.dtype, loaded.dtype) == loaded.dtype
-                if not narrower:  # it would be if the model is wider than it was
-                    optimizer.state[weight][key] = value.to(loaded.device, copy=True)
+    for number, weight in zip(numbers, weights, strict=False):
+        saved, loaded = state.get("state", {}).get(number), optimizer.state.get(weight)
+        if isinstance(saved, Mapping) and isinstance(loaded, dict):
+            for key, value in saved.items():
+                if isinstance(value, torch.Tensor) and isinstance(now := loaded.get(key), torch.Tensor):
+                    loaded[key] = now if now.dtype == value.dtype else value.to(now.device, copy=True)
 
 
 class FixedShapes:
@@ -156,9 +159,9 @@ def run_differences(config: RunConfig, ours: Mapping[str, Any], theirs: Mapping[
 
     texts = "{name} was {second}, is {first}", "{name} is not in the checkpoint", "{name} is in the checkpoint only"
     found += differences(outline(ours), outline(theirs), *texts)
-    weights = {} if config.evaluate else theirs.get("weights", {})  # an earlier version did not save them
+    weights = {} if config.evaluate else theirs.get("weights_of", {})  # an earlier version did not save them
     for name, before in weights.items():
-        for now, then in zip(ours["weights"].get(name, before), before, strict=False):
+        for (now, _), (then, _) in zip(ours["weights_of"].get(name, before), before, strict=False):
             found += [f"the {name} has {now} in the place of {then}, whose state it would get"] * (now != then)
     return found
 

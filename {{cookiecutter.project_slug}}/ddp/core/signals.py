@@ -186,14 +186,14 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def children(*others: int) -> list[Any]:
-    """The processes that this one has started, but those with the process ids `others`."""
+def children(*others: Any) -> list[Any]:
+    """The processes that this one has started, but `others`, from an earlier call."""
     import psutil  # slow, and not needed to check a command line
 
-    return [each for each in psutil.Process().children() if each.pid not in others]
+    return [each for each in psutil.Process().children() if each not in others]
 
 
-def kill_children(*others: int) -> None:
+def kill_children(*others: Any) -> None:
     """Kill these processes and what they have started, and wait until it is gone."""
     import psutil
 

@@ -11,7 +11,6 @@ from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
 HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
-MAX_DEPTH = 4  # of data sets in data sets
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -155,20 +154,26 @@ def hooks_of(dataset: Any) -> BatchDataset:
         if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):
             remedy = "subclass ddp.data.dataset.BatchDataset, or give it another name if it is no hook"
             raise UsageError(f"dataset {type(each).__name__} has {ignored}: {remedy}")
-        if any(isinstance(part, BatchDataset) for part in _held(each)):
+        if any(map(_has_hooks, _held(each, {id(part) for part in with_wrapped(each)}))):
             remedy = "whose hooks would be ignored: name what it wraps `dataset`, or join the data in one BatchDataset"
             raise UsageError(f"dataset {type(each).__name__} holds a BatchDataset, {remedy}")
     return BatchDataset()
 
 
-def _held(dataset: Any, depth: int = 0) -> Iterator[Any]:
-    """The data sets in the attributes of `dataset`, and in theirs; not the one that it wraps."""
-    for name, value in getattr(dataset, "__dict__", {}).items():
+def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
+    """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
+    for value in [*getattr(dataset, "__dict__", {}).values()]:
         several = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
         for part in value if several else (value,):  # as in torch's ConcatDataset
-            if isinstance(part, Dataset) and depth < MAX_DEPTH and (name != "dataset" or depth):
+            if isinstance(part, Dataset) and id(part) not in seen:
+                seen.add(id(part))
                 yield part
-                yield from _held(part, depth + 1)
+                yield from _held(part, seen)
+
+
+def _has_hooks(part: Any) -> bool:
+    own = (getattr(type(part), name, None) is not getattr(BatchDataset, name) or name in vars(part) for name in HOOKS)
+    return isinstance(part, BatchDataset) and any(own)
 
 
 def describe(dataset: Any) -> dict[str, Any]:

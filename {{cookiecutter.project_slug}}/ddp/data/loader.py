@@ -79,11 +79,14 @@ class Step(Iterator[Any]):
     def __init__(self, batches: Iterable[Any]) -> None:
         self.unread, self.ended = iter(batches), False
 
+    def __iter__(self) -> Iterator[Any]:
+        if self.ended:  # a second loop would compute no gradient, and train nothing
+            raise UsageError("the batches of a step were read already: write batches = list(batches) to use them twice")
+        return self
+
     def __next__(self) -> Any:
         for batch in self.unread:
             return batch
-        if self.ended:  # a second loop would compute no gradient, and train nothing
-            raise UsageError("the batches of a step were read already: write batches = list(batches) to use them twice")
         self.ended = True
         raise StopIteration
 

@@ -68,7 +68,8 @@ class SeededReader(Dataset):
     def _collate(self, samples: list[Any], indices: list[int]) -> Any:
         if getattr(self.collate, "__func__", None) is not BatchDataset.collate:  # the owner's own
             batch, draws = _call(self.collate, samples, derive_seed(self.seed, self.epoch, *indices))
-            if draws and hooks_of(self.dataset).chunk_size > 1:  # after a resume, other samples are read together
+            hooks = hooks_of(self.dataset)
+            if draws and max(hooks.chunk_size, hooks.train_chunk_size) > 1:  # a resume may read others together
                 raise UsageError(f"dataset {self.name} draws random numbers in collate: leave chunk_size at 1")
             return batch
         try:

@@ -133,10 +133,12 @@ class DistContext:
         self.broadcast_buffers(model)
         modes = [(part, part.training) for part in model.modules()]
         model.eval()
-        yield
-        model.train(modes[0][1])
-        for part, training in modes:  # a part may be in another mode than the model
-            part.training = training
+        try:
+            yield
+        finally:
+            model.train(modes[0][1])
+            for part, training in modes:  # a part may be in another mode than the model
+                part.training = training
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor`, in host memory, over the ranks, in place. Call on every rank."""

@@ -164,7 +164,7 @@ class NodeAgent(SignalHandler):
         self.rendezvous: Any = None
         self.nproc, self.running = 0, False  # running: whether torchrun runs workers, or is about to
         self.pids, self.signalled = set[int](), set[int]()  # pids: of all workers so far
-        self.others: list[int] = []  # processes that were there before, as of a shell that became this one
+        self.others: list[Any] = []  # processes that were there before, as of a shell that became this one
         self.killed: tuple[int, int, int] | None = None  # the first worker that failed: exit code, local rank, pid
         self.restarts, self.furthest_step, self.pause, self.noticed_at = 0, -1, 0, 0.0
         self.exhausted = False  # whether no restart is left
@@ -176,7 +176,7 @@ class NodeAgent(SignalHandler):
         """Run the workers, again if a process is lost and a restart is left. Returns the exit code."""
         self.install()
         adopt_orphans()
-        self.others = [child.pid for child in children()]
+        self.others = children()
         self.temporary = temporary_directory("ddp-node-")
         self.folder = Path(self.temporary.name)
         try:

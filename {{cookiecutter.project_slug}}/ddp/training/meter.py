@@ -109,7 +109,10 @@ class Meter:
 
     def _metrics_of(self, totals: Totals) -> dict[str, Any]:
         """The owner's function gets copies, which it may change."""
-        return self.compute_metrics(map_tensors(totals, torch.Tensor.clone)) if totals else {}
+        copies = {
+            name: value.clone() if isinstance(value, torch.Tensor) else [*value] for name, value in totals.items()
+        }
+        return self.compute_metrics(copies) if copies else {}
 
     def _epoch_so_far(self) -> Totals | None:
         if self.epoch is None or any(isinstance(value, list) for value in self.total.values()):

@@ -24,7 +24,7 @@ class Schedule:
         self.optimizer, self.config, self.lr = optimizer, config, 0.0
         self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
         # Groups of weights may have their own rates: as `lr`, or as a factor `lr_scale` (timm's layer decay).
-        if any(group["lr"] is None for group in optimizer.param_groups):
+        if any(group.get("lr") is None for group in optimizer.param_groups):
             raise UsageError(f"{type(optimizer).__name__} has no learning rate: pass lr=config.lr in build_optimizer")
         self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.given: list[Any] = []  # by `set`, to each group
@@ -41,10 +41,11 @@ class Schedule:
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
-        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # torch marks it
+        replaced = type(self).set is not Schedule.set  # it may use schedulers, and add groups
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched") and not replaced:  # torch marks it
             raise UsageError(f"a scheduler of torch would have no effect, because run.steps() sets the rate: {REMEDY}")
         now = self._rates()
-        if len(now) != len(self.ratios):
+        if len(now) != len(self.ratios) and not replaced:
             remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"
             raise UsageError(f"the optimizer had {len(self.ratios)} groups of weights, has {len(now)}: {remedy}")
         if self.used and any(rate not in pair for rate, *pair in zip(now, self.used, self.given, strict=True)):

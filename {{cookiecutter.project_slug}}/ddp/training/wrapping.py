@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,8 @@ from ddp.distributed.process_group import NCCL_GRACE_S, DistContext
 from ddp.distributed.tensors import local
 
 log = logging.getLogger(__name__)
+PART = 1 << 24  # numbers of a weight that are added up at once
+ROUNDING = 32  # units in the last place by which processors may differ after a step
 
 
 def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
@@ -74,7 +77,8 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     if config.sync_bn:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place: it replaces layers and keeps their weights
     tensors = chain(model.named_parameters(), model.named_buffers())
-    if ctx.compare([(name, each.shape, str(each.dtype)) for name, each in tensors]):  # DDP goes by position
+    everyone = ctx.compare([(name, each.shape, str(each.dtype)) for name, each in tensors])
+    if everyone and all(sorted(each) == sorted(everyone[0]) for each in everyone):  # DDP goes by position
         raise UsageError("the ranks have the weights or buffers of the model in another order: sort names from a set")
     of_part = [wrap(model, config, ctx, task) for wrap in of_parts("wrap_model")]
     wrapped: Any = next((each for each in of_part if each is not None), None)
@@ -82,8 +86,10 @@ def wrap_model(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     if wrapped is None:
         wrapped = _replicate(model.to(ctx.device), config, ctx, task)
     if config.compile:
-        # In place: it keeps the names of the weights. Kernels for all sizes would depend on the sizes seen before.
-        model.compile(dynamic=False if config.deterministic else None)
+        if config.deterministic:  # kernels for all sizes, or for the first few, would depend on the sizes seen before
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = dynamo.accumulated_recompile_limit = sys.maxsize
+        model.compile(dynamic=False if config.deterministic else None)  # in place: it keeps the names of the weights
     _warn_of_frozen_norms(model, ctx)
     for each in ctx.callbacks:
         each.wrapped(model, task)
@@ -222,17 +228,25 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
             weights |= {f"a weight of {key}, {number}": weight for number, weight in enumerate(weights_of(part))}
     plain = {name: each.detach() for name, each in weights.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
     real = {name: each for name, each in plain.items() if each.is_floating_point() and each.element_size() > 1}
-    if not real or ctx.compare([*real]):  # each rank may have an optimizer for some of them
+    if ctx.compare([*real]) or not real:  # each rank may have an optimizer for some of them
         return
-    sums = torch.stack([each.sum(dtype=torch.double).cpu() for each in real.values()])
-    sizes = torch.stack(
-        [each.norm(1, dtype=torch.double).cpu() * torch.finfo(each.dtype).eps for each in real.values()]
-    )
-    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > 2 * sizes
+    sums, sizes = torch.stack([_sums(each) for each in real.values()]).T.contiguous()
+    eps = torch.tensor([torch.finfo(each.dtype).eps for each in real.values()])
+    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > ROUNDING * eps * sizes
     if (found := ctx.sum(apart.double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "compute a gradient with one backward() of what ddp_model returned, and step on all ranks or on none"
         raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
+
+
+def _sums(weight: torch.Tensor) -> torch.Tensor:
+    """The sums of its numbers and of their sizes, in float64 and host memory. In parts, which are copied."""
+    parts = weight.flatten().split(PART)
+    return (
+        torch.stack([torch.stack([each.sum(dtype=torch.double), each.abs().sum(dtype=torch.double)]) for each in parts])
+        .sum(0)
+        .cpu()
+    )
 
 
 class ModelEma:
