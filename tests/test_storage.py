@@ -266,7 +266,7 @@ def test_the_content_is_what_the_readme_lists(trained: Path) -> None:
             "samples",
             "dataset",
             "records",
-            "weights",
+            "weights_of",
             "started_from",
             "callbacks",
         ),

@@ -109,9 +109,7 @@ class Meter:
 
     def _metrics_of(self, totals: Totals) -> dict[str, Any]:
         """The owner's function gets copies, which it may change."""
-        copies = {
-            name: value.clone() if isinstance(value, torch.Tensor) else [*value] for name, value in totals.items()
-        }
+        copies = {name: each.clone() if isinstance(each, torch.Tensor) else [*each] for name, each in totals.items()}
         return self.compute_metrics(copies) if copies else {}
 
     def _epoch_so_far(self) -> Totals | None:

@@ -242,11 +242,8 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
 def _sums(weight: torch.Tensor) -> torch.Tensor:
     """The sums of its numbers and of their sizes, in float64 and host memory. In parts, which are copied."""
     parts = weight.flatten().split(PART)
-    return (
-        torch.stack([torch.stack([each.sum(dtype=torch.double), each.abs().sum(dtype=torch.double)]) for each in parts])
-        .sum(0)
-        .cpu()
-    )
+    both = [torch.stack([each.sum(dtype=torch.double), each.abs().sum(dtype=torch.double)]) for each in parts]
+    return torch.stack(both).sum(0).cpu()
 
 
 class ModelEma:
