@@ -164,7 +164,7 @@ MISMATCHES: dict[str, tuple[str, str, tuple[str, str], tuple[str, str]]] = {
         "        if ctx.rank == 0:\n            ddp_model(torch.zeros(4, 3, 32, 32)).sum().backward()  # extra\n\n"
         "        while not run.finished():",
         ("sum().backward()  # extra", " (backward), but rank 1"),
-        ("run.should_stop():", " (should_stop)"),
+        ("run.advance()  # counts", " (advance)"),
     ),
 }
 
