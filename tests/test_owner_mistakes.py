@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from functools import partial
@@ -28,8 +29,10 @@ import model
 from config import Config
 from ddp.checkpoint.reuse import load_weights, read_weights
 from ddp.core.errors import UsageError
-from ddp.data.dataset import BatchDataset, Datasets, hooks_of
+from ddp.core.signals import stop_signal
+from ddp.data.dataset import BatchDataset, Datasets, hooks_of, set_epoch
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.reader import SeededReader
 from ddp.data.workers import Workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
@@ -267,6 +270,71 @@ def test_a_weight_outside_of_the_model_is_compared_as_well(tmp_path: Path, monke
     monkeypatch.setattr(model, "compute_loss", loss)
     error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
     assert "after step 1 the ranks have different weights, first a weight of optimizer, " in error
+
+
+@fault(54)
+def test_ranks_that_differ_later_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone leaves out a step: after the first one, so the next save notices it."""
+    monkeypatch.setattr(main, "main", changed_main({CALL: f"{CALL} and (run.state.step != 2 or ctx.rank != 1)"}))
+    error = the_error(train(2, *OPTIONS, "--guard", 0, "--checkpoint-every", 2, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: after step 4 the ranks have different weights, first model."), error
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if "step" in path.name] == ["step_00000002.pt"]
+
+
+OTHER = "training.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+
+
+@fault(53)
+@pytest.mark.parametrize("edit", [OTHER, "training.ema = ModelEma(model, 0.9)"])
+def test_a_field_of_training_that_is_replaced_is_refused(
+    edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints would hold the old one, and the schedule would drive it."""
+    line = "            ddp_model.train()\n"
+    monkeypatch.setattr(main, "main", changed_main({line: f"{line}            {edit}\n"}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    name = edit.split()[0].capitalize()
+    assert error == f"error: {name} in main.py was replaced after run.resume(), and not saved: " + (
+        "make it before, or change it in place"
+    )
+
+
+def test_a_batch_size_that_changes_during_the_training_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second half of an epoch had steps without a batch."""
+    line = "            ddp_model.train()\n"
+    edit = f"{line}            config.batch_size *= 1 + run.state.epoch\n"
+    monkeypatch.setattr(main, "main", changed_main({line: edit}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: config.batch_size or config.grad_accum_steps changed during the training: ")
+
+
+@fault(53)
+def test_a_stop_in_an_evaluation_within_an_epoch_waits_for_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before run.advance() the weights have a step that is not counted: a resumed run would take it again."""
+    advance = "                run.advance()  # counts"
+    evaluate = "run.log_eval(evaluate(evaluated_model, val_loader, config, ctx), val_loader)"
+    edit = f"                if run.state.step == 3:\n                    {evaluate}\n"
+    monkeypatch.setattr(main, "main", changed_main({advance: edit + advance}))
+    train(1, *OPTIONS, "--eval-batch-size", 16, "--output-dir", tmp_path / "whole")
+    rows = EvalLoader.__iter__
+
+    def stopping(loader: EvalLoader) -> Any:
+        for number, batch in enumerate(rows(loader)):
+            if number == 1 and loader.ctx.work.step == 3:
+                stop_signal.mark_requested(signal.SIGTERM)
+            yield batch
+
+    options = [*OPTIONS, "--eval-batch-size", 16, "--output-dir", tmp_path / "stopped"]
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalLoader, "__iter__", stopping)
+        train(1, *options, code=75)
+    assert "resuming from" in train(1, *options)
+    assert lines(tmp_path / "stopped", "val") == lines(tmp_path / "whole", "val")
+    assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
 
 
 @fault(54)
@@ -612,6 +680,107 @@ def test_an_optimizer_without_a_rate_and_totals_without_a_sum_are_one_line(
     monkeypatch.setattr(model, "batch_totals", lambda *given: totals(*given) | {"right": right(*given[1:])})
     error = the_error(train(1, *OPTIONS, "--eval-batch-size", 7, "--output-dir", tmp_path / "b", code=2))
     assert error.startswith("error: batch_totals in model.py: right has another shape in another batch: return a sum")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda targets: targets.numpy(), "values has another shape in another batch: return a sum"),
+        (lambda targets: (targets, 1), "values is a tuple with 2 parts: return numbers, tensors or lists"),
+    ],
+)
+def test_arrays_and_tuples_in_totals_are_refused(
+    value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays of numpy were added up sample by sample, and a last batch of one sample to all of them."""
+    totals = model.batch_totals
+    monkeypatch.setattr(model, "batch_totals", lambda *given: totals(*given) | {"values": value(given[2])})
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 160, "val": 17, "test": 1})
+    error = the_error(train(1, *OPTIONS, "--eval-batch-size", 16, "--output-dir", tmp_path, code=2))
+    assert error == f"error: batch_totals in model.py: {message}"
+
+
+def test_a_total_that_changes_before_it_is_added_up_is_refused() -> None:
+    def add(ctx: DistContext) -> str:
+        meter, weight = Meter(ctx), nn.Parameter(torch.zeros(()))
+        for _ in range(3):
+            meter.add({"weight": weight.detach()})
+            with torch.no_grad():
+                weight += 1
+        assert meter.take() == {"weight": 3}
+        late = nn.Parameter(torch.zeros(()))
+        meter.add({"weight": late.detach()})
+        with torch.no_grad():
+            late += 1
+        with pytest.raises(UsageError) as caught:
+            meter.take()
+        return str(caught.value)
+
+    assert on_ranks(1, add, "--device=cpu") == [
+        "batch_totals in model.py: weight was changed afterwards: return a clone()"
+    ]
+
+
+def test_random_metrics_are_those_of_rank_0() -> None:
+    """Of a bootstrap, for example: ranks with numbers of their own would decide differently."""
+
+    def take(ctx: DistContext) -> Any:
+        meter = Meter(ctx, lambda totals: {"metric": totals["count"].item() + ctx.rank})
+        meter.add({"count": 1})
+        return meter.take()
+
+    assert on_ranks(2, take, "--device=cpu") == [{"metric": 2}] * 2
+
+
+def test_a_loss_next_to_its_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sum is trained, which would be twice the loss."""
+    compute = model.compute_loss
+    both = lambda *given: {"loss": compute(*given), "part": compute(*given)}  # noqa: E731
+    monkeypatch.setattr(model, "compute_loss", both)
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: compute_loss returned `loss` and others, whose sum is trained: ")
+
+
+class Overrides(Hooked):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [super(Overrides, self).__getitem__(index) for index in indices]
+
+
+class OverridesOne(Overrides):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+class WithBoth(Overrides):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+def test_methods_that_would_not_be_called_are_refused() -> None:
+    collate = staticmethod(lambda samples: samples)
+    with pytest.raises(UsageError, match="has collate_fn: subclass "):
+        hooks_of(type("Own", (Held,), {"collate_fn": collate})())
+    with pytest.raises(UsageError, match="OverridesOne: __getitem__ of OverridesOne would be ignored: "):
+        SeededReader(OverridesOne(), list, 0, 0)
+    for kind in (Hooked, Overrides, WithBoth):
+        SeededReader(kind(), list, 0, 0)
+
+
+def test_set_epoch_reaches_data_that_another_data_set_holds() -> None:
+    class Inner(Dataset):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    inner = Inner()
+    for holder in (Held(base=inner), Held(dataset=Held(parts=[inner])), Held(datasets=[Held(base=inner)])):
+        set_epoch(holder, 3)
+        assert inner.epoch == 3
+        inner.epoch = -1
 
 
 # ---- what torch reports with a traceback ----------------------------------------------------------------------------

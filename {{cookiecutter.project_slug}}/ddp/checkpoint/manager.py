@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.state import (
     FixedShapes,
     TrainState,
+    check_fields,
     check_parts,
     data_differences,
     keep_dtypes,
@@ -45,6 +46,7 @@ class CheckpointManager:
 
     def __init__(self, config: RunConfig, ctx: DistContext) -> None:
         self.config, self.ctx = config, ctx
+        self.training: Any = None
         self.fields: dict[str, Any] = {}  # of Training that every checkpoint holds, by name
         self.train_state = TrainState()
         self.directory = CheckpointDirectory(config)
@@ -83,6 +85,7 @@ class CheckpointManager:
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
         # 2. Collect the state of this run. before_save() may have collectives, state_dict() has none.
+        check_fields(self.training, self.fields)
         for part in self.fields.values():
             if hasattr(part, "before_save"):
                 part.before_save()
@@ -157,13 +160,14 @@ class CheckpointManager:
             if not (part.is_meta or local(part).isfinite().all())
         ]
 
-    def resume(self, train_loader: TrainLoader, fields: Mapping[str, Any]) -> str | None:
-        """Load `fields` from the checkpoint of --resume, if any, and return its path; save them from then on.
+    def resume(self, train_loader: TrainLoader, training: Any) -> str | None:
+        """Load the fields of `training` from the checkpoint of --resume, if any, and return its path; save them later.
 
         Those that are None are left out. One may have a method before_save(), which every save calls on all ranks.
         Raises CheckpointError if no checkpoint can be used, or if it does not fit this run. Call on every rank.
         """
-        self.fields = {name: part for name, part in fields.items() if part is not None}
+        named = {each.name: getattr(training, each.name) for each in fields(training)}
+        self.training, self.fields = training, {name: part for name, part in named.items() if part is not None}
         models = [name for name, part in self.fields.items() if isinstance(part, torch.nn.Module)]
         self.facts |= {
             # Of models, names and sizes of the weights are compared instead of the class.

@@ -61,6 +61,14 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
             raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
 
+def check_fields(training: Any, parts: Mapping[str, Any]) -> None:
+    """Raise UsageError if a field of `training` is no longer the one in `parts`, which checkpoints hold."""
+    for name in (each.name for each in fields(training)):
+        if getattr(training, name) is not parts.get(name):
+            remedy = "make it before, or change it in place"
+            raise UsageError(f"Training.{name} in main.py was replaced after run.resume(), and not saved: {remedy}")
+
+
 def weights_of_optimizers(fields: Mapping[str, Any]) -> dict[str, list[tuple[str | None, str]]]:
     """The name and the dtype of each weight of the optimizers in `fields`, in the order that their states follow."""
     models = {key: part for key, part in fields.items() if isinstance(part, torch.nn.Module)}

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, default_collate
 from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
-HOOKS = ("collate", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
+HOOKS = ("collate", "collate_fn", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -120,12 +120,12 @@ def with_wrapped(dataset: Any) -> Iterator[Any]:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Call set_epoch(epoch) of a dataset that has it, and of those that it wraps or joins."""
+    """Call set_epoch(epoch) of a dataset that has it, and of those that it holds."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
-    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
-        if isinstance(inner, Dataset):
-            set_epoch(inner, epoch)
+    for inner in _held(dataset, {id(dataset)}):
+        if callable(getattr(inner, "set_epoch", None)):
+            inner.set_epoch(epoch)
 
 
 def data_name(dataset: Any) -> str:
@@ -172,7 +172,8 @@ def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _has_hooks(part: Any) -> bool:
-    own = (getattr(type(part), name, None) is not getattr(BatchDataset, name) or name in vars(part) for name in HOOKS)
+    kind_of, base = type(part), BatchDataset
+    own = (getattr(kind_of, name, None) is not getattr(base, name, None) or name in vars(part) for name in HOOKS)
     return isinstance(part, BatchDataset) and any(own)
 
 

@@ -137,6 +137,9 @@ class TrainLoader(_Loader):
 
         Call on every rank. Raises UsageError if an owner's sampler does not depend on its arguments alone.
         """
+        if self.global_batch != self.ctx.world_size * self.config.batch_size * self.config.grad_accum_steps:
+            remedy = "start another run with --init-from for another size"
+            raise UsageError(f"config.batch_size or config.grad_accum_steps changed during the training: {remedy}")
         self._check_epoch(epoch)
         set_epoch(self.dataset, epoch)
         if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
@@ -205,7 +208,10 @@ class EvalLoader(_Loader):
         ctx.check_same({f"the number of {self.part_name} samples in a batch": self.chunk_size})
 
     def __iter__(self) -> Iterator[Any]:
-        """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there."""
+        """Call on every rank. Raises StopRequested between two batches if all ranks agree to stop there.
+
+        Not within an epoch: the run would resume after this evaluation, or before a step that it has taken.
+        """
         self.ctx.stop_sync.restart()
         self.ctx.work.in_step = False
         world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
@@ -231,7 +237,8 @@ class EvalLoader(_Loader):
                 if repeated and not work.asked:
                     what = "this rank repeats a batch of another one, and evaluate() in main.py counts it"
                     raise UsageError(f"{what}: add up with a Meter, or leave out a batch if ctx.work.skip()")
-                if number < count // world_size and (decision := self.ctx.stop_sync.maybe_sync()):
+                may_stop = number < count // world_size and not work.in_epoch
+                if may_stop and (decision := self.ctx.stop_sync.maybe_sync()):
                     raise StopRequested(decision)
 
 

@@ -30,6 +30,10 @@ class SeededReader(Dataset):
         while isinstance(dataset, Subset):  # which passes __getitems__ on
             dataset = dataset.dataset
         self.name = type(dataset).__name__
+        one, several = (_definer(type(dataset), name) for name in ("__getitem__", "__getitems__"))
+        if several not in (None, BatchDataset, one) and one and issubclass(one, several):
+            remedy = "override __getitems__, which is called in its place"
+            raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
         self.one_by_one = getattr(type(dataset), "__getitems__", None) in (None, BatchDataset.__getitems__)
         self.checked = False
 
@@ -135,3 +139,8 @@ def _call(function: Callable[[Any], Any], argument: Any, seed: int) -> tuple[Any
         result = step(argument)
         draws.append((random.random(), numpy.random.random(), torch.rand(()).item()))
     return result, draws[0] != draws[1]
+
+
+def _definer(owner: type, name: str) -> type | None:
+    """The class that defines `name` for `owner`."""
+    return next((each for each in owner.__mro__ if name in vars(each)), None)

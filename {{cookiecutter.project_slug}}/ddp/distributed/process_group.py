@@ -48,6 +48,7 @@ class Work:
     in_step: bool = False  # whether a batch of the step that comes next was read: BatchNorm may have seen it
     sharded: bool = False  # whether the ranks compute each forward pass together, since none has the whole model
     repeats: bool = False  # whether this batch of an evaluation is one that another rank counts
+    in_epoch: bool = False  # whether steps of this epoch are left: a stop in an evaluation between them would lose it
     asked: bool = False  # whether `skip` was called for this batch
 
     def skip(self) -> bool:

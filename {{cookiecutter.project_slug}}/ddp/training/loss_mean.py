@@ -21,7 +21,7 @@ class LossMean:
     unless they have different numbers of terms: of tokens that are not padding, for example.
     """
 
-    def __init__(self, task: Any, batches: Step, config: RunConfig, ctx: DistContext) -> None:
+    def __init__(self, task: Any, batches: Step | list[Any], config: RunConfig, ctx: DistContext) -> None:
         self.count: Any = getattr(task, "loss_terms", None)
         self.batches, self.passes, self.ctx = batches, config.grad_accum_steps, ctx
         self.terms: Any = self.count and torch.zeros(1, dtype=torch.double)  # of each loss, of this rank, in all passes
@@ -32,11 +32,14 @@ class LossMean:
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         for each in losses.values():
             check_loss(each)
+        if len(losses) > 1 and "loss" in losses:  # elsewhere it is the sum of the others
+            raise UsageError("compute_loss returned `loss` and others, whose sum is trained: leave it out or rename it")
         if self.count is None:
             return loss if loss is not losses else sum(losses.values())
         terms = self._terms(losses, outputs, targets)
         if self.expected is None:  # so that gradients are about as large as without weights: fp16 has a narrow range
-            others = self.batches.rest() if len(losses) > 1 else []  # each needs a factor; finish() applies only one
+            left = self.batches.rest() if isinstance(self.batches, Step) else self.batches[1:]
+            others = left if len(losses) > 1 else []  # each needs a factor; finish() applies only one
             known = torch.stack([terms, *(self._terms(losses, None, targets) for _, targets in others)])
             sums = self.ctx.sum(known.sum(0))
             self.expected = torch.where(sums > 0, sums, 1.0) / self.ctx.world_size / len(known)

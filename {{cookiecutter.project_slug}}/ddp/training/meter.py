@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from ddp.core.errors import Diverged, UsageError
+from ddp.data.dataset import kind
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import map_tensors, whole
 
@@ -42,8 +43,12 @@ class Meter:
         for name, value in batch_totals.items():
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
+            elif isinstance(value, numpy.ndarray | numpy.generic):
+                value = torch.as_tensor(value)
+            elif not isinstance(value, torch.Tensor | int | float):
+                raise UsageError(f"batch_totals in model.py: {name} is {kind(value)}: return numbers, tensors or lists")
             # Without its graph, which would keep the memory of its step. A norm of split gradients is split as well.
-            totals[name] = map_tensors(value, lambda tensor: _own(whole(tensor)))
+            totals[name] = map_tensors(value, lambda tensor: _own(whole(tensor), self.zeros is None))
             self.pending_numbers += value.numel() if isinstance(value, torch.Tensor) else 1
         self.pending.append(totals)
         if self.pending_numbers >= MAX_PENDING_NUMBERS:
@@ -61,6 +66,8 @@ class Meter:
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
             if len({tensor.shape for tensor in tensors}) > 1:
                 raise UsageError(f"batch_totals in model.py: {name} has another shape in another batch: return a sum")
+            if any(each._version for each in tensors if not each.is_inference()):
+                raise UsageError(f"batch_totals in model.py: {name} was changed afterwards: return a clone()")
             total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
             self.local[name] = self.local.get(name, 0) + total + numbers
 
@@ -110,7 +117,8 @@ class Meter:
     def _metrics_of(self, totals: Totals) -> dict[str, Any]:
         """The owner's function gets copies, which it may change."""
         copies = {name: each.clone() if isinstance(each, torch.Tensor) else [*each] for name, each in totals.items()}
-        return self.compute_metrics(copies) if copies else {}
+        metrics = self.compute_metrics(copies) if copies else {}
+        return self.ctx.on_main(lambda: metrics)  # of a bootstrap, for example: the ranks decide by the same numbers
 
     def _epoch_so_far(self) -> Totals | None:
         if self.epoch is None or any(isinstance(value, list) for value in self.total.values()):
@@ -125,10 +133,13 @@ class Meter:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its graph; a copy of a weight, or of another tensor that is changed in place."""
+def _own(tensor: torch.Tensor, at_first: bool) -> torch.Tensor:
+    """`tensor` without its graph; a copy of a weight, or of another tensor that is changed in place.
+
+    at_first: before the first log line. A new weight was never changed, and detach() hides that it is one: copy it.
+    """
     is_weight = tensor.requires_grad and tensor.is_leaf
-    changes = is_weight or (not tensor.is_inference() and tensor._version > 0)
+    changes = at_first or is_weight or (not tensor.is_inference() and tensor._version > 0)
     return tensor.detach().clone() if changes else tensor.detach()
 
 

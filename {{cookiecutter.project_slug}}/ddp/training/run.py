@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NoReturn
@@ -63,10 +62,9 @@ class Run:
         load_state_dict(). From now on, a request to stop waits for the end of a step. Raises CheckpointError if no
         checkpoint can be used, or if it belongs to another model, other options or other data.
         """
-        parts = {field.name: getattr(training, field.name) for field in fields(training)}
-        self.train_loader, self.meter = train_loader, parts["meter"]
-        self.schedules = [part for part in parts.values() if isinstance(part, Schedule)]
-        resumed_from = self.checkpoints.resume(train_loader, parts)
+        self.train_loader, self.meter = train_loader, training.meter
+        self.schedules = [part for part in vars(training).values() if isinstance(part, Schedule)]
+        resumed_from = self.checkpoints.resume(train_loader, training)
         self.run_log.start(train_loader, resumed_from)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
@@ -88,6 +86,7 @@ class Run:
         with self.run_log.paused("saving"):
             for each in self.ctx.callbacks:
                 each.saving()
+            check_same_weights(self.checkpoints.fields, self.state.step, self.ctx)
             self.run_log.flush()
             self.checkpoints.save(self.run_log.output_dir.sync_logs)
 
@@ -163,8 +162,8 @@ class Run:
         """
         state, loader = self.state, self.train_loader
         self.run_log.start_epoch()
-        self.run_log.enter("productive")
         self.ctx.stop_sync.restart(training=True)
+        self.ctx.work.in_epoch = True
         for batches in islice(loader.steps(state.epoch, state.samples_consumed), max(0, self.max_steps - state.step)):
             seed_step(self.config.seed, state.step, self.ctx.rank)
             self.ctx.work.step = state.step
@@ -174,9 +173,9 @@ class Run:
             yield batches
             if state.step == self.ctx.work.step:
                 raise UsageError("call run.advance() once for each step, also for one that changes nothing")
+        self.ctx.work.in_epoch = False
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
-        self.run_log.enter("evaluation")
-        self.run_log.close_bar()
+        self.run_log.end_steps()
 
     def advance(self) -> None:
         """Count one optimizer step. Log it every --log-every steps, and save it every --checkpoint-every steps.

@@ -110,6 +110,7 @@ class RunLog:
 
     def start_epoch(self) -> None:
         """Show a progress bar on a terminal, and measure the speed from here on."""
+        self.enter("productive")
         self.last_train, self.epoch_moment, self.logged_moment = "", self._moment(), self._moment()
         self.gpu_wait.start_epoch()
         if self.metrics is not None and sys.stderr.isatty():
@@ -129,6 +130,10 @@ class RunLog:
             left = tqdm.format_interval(self._remaining_s() or 0)
             self.bar.set_postfix_str(f"{left} to the end of the run", refresh=False)
             self.bar.update()
+
+    def end_steps(self) -> None:
+        self.enter("evaluation")
+        self.close_bar()
 
     def close_bar(self) -> None:
         if self.bar is not None:

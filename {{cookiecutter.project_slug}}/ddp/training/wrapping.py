@@ -218,7 +218,8 @@ def weights_of(optimizer: Any) -> list[torch.Tensor]:
 def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -> None:
     """Raise UsageError, on every rank, if their weights differ by more than rounding. Call on every rank.
 
-    fields: those of Training, by name. Different processors may round a step of an optimizer in different ways.
+    fields: those of Training, by name. Different processors may round a step of an optimizer in different ways. That
+    adds up like a random walk, since all of them take the same gradients.
     """
     weights: dict[str, torch.Tensor] = {}
     for key, part in fields.items() if ctx.world_size > 1 and not ctx.work.sharded else ():
@@ -232,7 +233,7 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
         return
     sums, sizes = torch.stack([_sums(each) for each in real.values()]).T.contiguous()
     eps = torch.tensor([torch.finfo(each.dtype).eps for each in real.values()])
-    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > ROUNDING * eps * sizes
+    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > ROUNDING * step**0.5 * eps * sizes
     if (found := ctx.sum(apart.double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "compute a gradient with one backward() of what ddp_model returned, and step on all ranks or on none"

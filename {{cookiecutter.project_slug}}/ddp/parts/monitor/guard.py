@@ -54,11 +54,11 @@ def twice(compute_gradients: Compute, state: TrainState) -> Compute:
         alone = getattr(ddp_model, "no_sync", nullcontext)  # the first time, without an all-reduce
         sends_buffers = getattr(ddp_model, "require_forward_param_sync", True)  # no_sync changes it
         with _unchanged(training, batches), alone(), _sums_of_gradients(training) as first:
-            compute_gradients(ddp_model, replace(training, meter=Meter(ctx)), iter(batches), config, ctx)
+            compute_gradients(ddp_model, replace(training, meter=Meter(ctx)), batches, config, ctx)
         ddp_model.require_forward_param_sync = sends_buffers
         seed_step(config.seed, state.step, ctx.rank)
         with _sums_of_gradients(training) as second:
-            has_gradients = compute_gradients(ddp_model, training, iter(batches), config, ctx)
+            has_gradients = compute_gradients(ddp_model, training, batches, config, ctx)
         _compare(first, second, ctx)
         return has_gradients
 
