@@ -24,6 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import crash_judge  # noqa: E402
 import training  # noqa: E402
+import variants  # noqa: E402
 import versions  # noqa: E402
 from training import ALL, IN_TURNS, LIMIT, NAIVE, OURS, Bench, Case, RunFailed, cases_for, table  # noqa: E402
 
@@ -218,6 +219,14 @@ def test_a_step_is_timed_within_one_turn() -> None:
     assert versions._step_s(ends, 9.5, 12.5) == pytest.approx(0.1)
     assert versions._step_s(ends, 11.0, 51.0) == pytest.approx(0.1)
     assert versions._step_s(ends, 20.0, 21.0) is None
+
+
+def test_the_variants_of_a_step_fit_the_project(tmp_path: Path) -> None:
+    for name, edits in variants.VARIANTS.items():
+        project = variants.edited(name, tmp_path / name) / versions.TEMPLATE
+        for file in {file for file, _, _ in edits}:
+            compile((project / file).read_text(), file, "exec")
+            assert (project / file).read_text() != (TEMPLATE / file).read_text()
 
 
 @pytest.mark.slow
