@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ddp.core.errors import UsageError
+
 Copy = Callable[[torch.Tensor], torch.Tensor]
 BLOCK = 1 << 20  # bytes that are read at once
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -82,7 +84,7 @@ def digest(state: Any) -> str:
 
 
 def check_state(state: Any, name: str = "state") -> None:
-    """Raise TypeError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
+    """Raise UsageError if a checkpoint cannot hold `state`, or torch.load(weights_only=True) would refuse it."""
     if type(state) in CONTAINERS:
         for key, part in state.items() if isinstance(state, dict) else enumerate(state):
             if type(key) not in PLAIN_TYPES:
@@ -94,7 +96,7 @@ def check_state(state: Any, name: str = "state") -> None:
     on_meta = isinstance(state, torch.Tensor) and state.is_meta
     if on_meta or not (type(state) in loads or is_split(state)):
         what = "is on the device meta" if on_meta else f"is of {type(state)}"
-        raise TypeError(f"{name} {what}, which no checkpoint can hold: use a tensor, a plain value, a dict or a list")
+        raise UsageError(f"{name} {what}, which no checkpoint can hold: use a tensor, a plain value, a dict or a list")
 
 
 # ---- tensors that are split over the ranks ---------------------------------------------------------------------------
