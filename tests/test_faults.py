@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1150,8 +1150,9 @@ def test_a_reserved_name_passed_to_resume_is_refused_with_one_line(
     """A checkpoint has one level of names: a part named `step` would replace the number of steps."""
     resume = CheckpointManager.resume
 
-    def with_step(self: CheckpointManager, train_loader: Any, state: dict[str, Any]) -> str | None:
-        return resume(self, train_loader, {**state, "step": state["model"]})
+    def with_step(self: CheckpointManager, train_loader: Any, training: Any) -> str | None:
+        kind = make_dataclass("Training", [("step", Any)], bases=(type(training),))
+        return resume(self, train_loader, kind(*vars(training).values(), training.model))
 
     monkeypatch.setattr(CheckpointManager, "resume", with_step)
     output = train(2, "--dataset", "synthetic", "--output-dir", tmp_path, code=2)

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -672,7 +672,7 @@ def test_a_rank_that_resumes_needs_no_memory_for_a_second_model(tmp_path: Path) 
         loader.keep_order = lambda facts: None
         config = Config.parse(["--output-dir", str(tmp_path)])
         first, second = (CheckpointManager(config, ctx) for _ in range(2))
-        first.resume(loader, parts)
+        first.resume(loader, make_dataclass("Training", parts)(**parts))
         for number in range(6):
             parts[f"queue_{number}"].numbers += number
         with torch.no_grad():
@@ -695,7 +695,7 @@ def test_a_rank_that_resumes_needs_no_memory_for_a_second_model(tmp_path: Path) 
             return receive(tensor)
 
         object.__setattr__(ctx, "broadcast", broadcast)
-        second.resume(loader, parts)
+        second.resume(loader, make_dataclass("Training", parts)(**parts))
         assert [parts[f"queue_{number}"].numbers.unique().tolist() for number in range(6)] == [[n] for n in range(6)]
         assert [weight.unique().tolist() for weight in parts["model"]] == [[n] for n in range(12)]
         assert len(peaks) >= 18
