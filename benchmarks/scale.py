@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -342,10 +343,10 @@ def save_and_resume(size_mb: int, device: str, shard: bool, folder: Path, ctx: A
     def manager() -> CheckpointManager:
         return CheckpointManager(config, ctx)
 
-    model = torch.nn.ParameterList(weights)
+    training = make_dataclass("Training", ["model"])(torch.nn.ParameterList(weights))
     first, second = manager(), manager()
     with Memory() as saving:
-        first.resume(loader, {"model": model})
+        first.resume(loader, training)
         first.train_state.step = 1
         start = time.perf_counter()
         first.save(lambda: None)
@@ -357,7 +358,7 @@ def save_and_resume(size_mb: int, device: str, shard: bool, folder: Path, ctx: A
             weight.zero_()
     with Memory() as resuming:
         start = time.perf_counter()
-        second.resume(loader, {"model": model})
+        second.resume(loader, training)
         resumed_s = time.perf_counter() - start
     assert [local(weight.detach())[-1].item() for weight in weights] == [*range(count)]
     return [saving.mb, resuming.mb, paused_s, saved_s, resumed_s]
