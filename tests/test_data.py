@@ -708,19 +708,23 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
 class Inverted(ImageFiles):
     """Reads images in another way."""
 
+    white = 255
+
     def read(self, path: str) -> Tensor:
-        return 255 - super().read(path)
+        return self.white - super().read(path)
 
 
 def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(images: Path, tmp_path: Path) -> None:
-    def decoded(kind: type[ImageFiles], size: int) -> Tensor:
+    def decoded(kind: type[ImageFiles], size: int, **attributes: int) -> Tensor:
         files = kind(images / "train", build_transforms(options("--image-size", size)))
+        vars(files).update(attributes)
         return DecodedFiles(files, tmp_path / "cache").images
 
     # A subclass is in another file, whose source counts as well; the same image size, the same files.
     plain, inverted, larger = decoded(ImageFiles, 16), decoded(Inverted, 16), decoded(ImageFiles, 17)
     assert torch.equal(inverted, 255 - plain) and larger.shape[2:] == (17, 17)
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
+    assert torch.equal(decoded(Inverted, 16, white=254), 254 - plain), "an attribute counts"
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 4
 
 
 def test_a_cache_depends_on_the_value_range(images: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -302,28 +302,29 @@ class Zipped(Numbers):
 
     archive: zipfile.ZipFile | None = None
 
-    def __init__(self, path: Path, per_process: bool) -> None:
+    def __init__(self, path: Path, per_process: bool, mode: Literal["r", "a"]) -> None:
         super().__init__(200)
-        self.path, self.per_process, self.pid = path, per_process, 0
+        self.path, self.per_process, self.mode, self.pid = path, per_process, mode, 0
         with zipfile.ZipFile(path, "w") as archive:
             for index in range(len(self)):
                 archive.writestr(str(index), os.urandom(2000) + bytes([index]))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if self.archive is None or (self.per_process and self.pid != os.getpid()):
-            self.archive, self.pid = zipfile.ZipFile(self.path), os.getpid()
+            self.archive, self.pid = zipfile.ZipFile(self.path, self.mode), os.getpid()
         assert self.archive.read(str(index))[-1] == index
         return super().__getitem__(index)
 
 
 @fault(52)
 @pytest.mark.parametrize(
-    ("per_process", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0), (False, 1, 2)]
+    ("per_process", "workers", "code", "mode"),
+    [(False, 2, 2, "r"), (True, 2, 0, "r"), (False, 0, 0, "r"), (False, 1, 2, "r"), (False, 2, 2, "a")],
 )
 def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
-    per_process: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    per_process: bool, workers: int, code: int, mode: Literal["r", "a"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zipped = Zipped(tmp_path / "numbers.zip", per_process)
+    zipped = Zipped(tmp_path / "numbers.zip", per_process, mode)
     load(monkeypatch, zipped)
 
     def build(config: Any, train_set: Any) -> nn.Module:

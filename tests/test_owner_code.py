@@ -285,6 +285,17 @@ class Stream(Numbered):
         return torch.full((2,), float(next(self.numbers))), index % 2
 
 
+class ChangedInPlace(Numbered):
+    """Each call normalizes what the data set keeps once more, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.ones(24, 2)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.kept[index].mul_(0.5), index % 2
+
+
 class OwnGenerator(Numbered):
     """Draws from a generator that no checkpoint holds."""
 
@@ -312,7 +323,7 @@ class SeededGenerator(Numbered):
 
 
 @fault(40)
-@pytest.mark.parametrize("kind", [Stream, OwnGenerator, OwnGeneratorInBatches])
+@pytest.mark.parametrize("kind", [Stream, ChangedInPlace, OwnGenerator, OwnGeneratorInBatches])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_hidden_stream_is_refused_with_one_line(
     kind: type[Numbered], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -193,12 +193,17 @@ class DecodedFiles(ImagesInMemory):
 
 
 def _cache_key(files: ImageFiles) -> str:
-    """Changes with the images, their sizes and times, `value_range`, and the source of the classes that read them."""
+    """Changes with the images, their sizes and times, `value_range`, and the classes that read them.
+
+    Of those it holds the source, and what `files` has as a number, a string or a tuple, such as a size set in __init__.
+    """
     key = hashlib.blake2b(digest_size=8)
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
-    key.update(f"{digest_contents(FileList.of(files.samples))}{files.transforms.value_range or ''}".encode())
+    facts = sorted(item for item in vars(files).items() if isinstance(item[1], int | float | str | tuple))
+    given = [item for item in facts if item[0] != "whole"]
+    key.update(f"{digest_contents(FileList.of(files.samples))}{files.transforms.value_range or ''}{given}".encode())
     return key.hexdigest()
 
 

@@ -1,9 +1,11 @@
 """Reads batches, in a DataLoader worker or in this process: each sample depends on (seed, epoch, index) only."""
 
+import copy
 import pickle
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -48,11 +50,16 @@ class SeededReader(Dataset):
 
     def _check(self, index: int) -> None:
         """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly."""
-        if not same(self._read([index]), self._read([index], seed=1)):
+        first = self._read([index])
+        with suppress(Exception):  # it holds what cannot be copied
+            first = copy.deepcopy(
+                first
+            )  # otherwise a sample that each call changes in place would be compared with itself
+        if not same(first, self._read([index], seed=1)):
             raise UsageError(
-                f"dataset {self.name} returned two different samples for index {index}: draw random "
-                "numbers in __getitem__, from random, numpy.random or torch, or from a generator that each call seeds "
-                "with torch.initial_seed(); let a stream read by index, as docs/data.md does"
+                f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
+                "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
+                "torch.initial_seed(); change a copy of what you keep; let a stream read by index, as docs/data.md does"
             )
 
     def _read(self, indices: list[int], seed: int = 0) -> Any:
