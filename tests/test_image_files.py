@@ -224,7 +224,7 @@ def test_a_class_without_images_and_a_folder_without_classes_are_refused(folder:
     assert refusal(folder) == f"--data-dir: {folder}/train has no folders: it needs one for each class"
 
 
-@pytest.mark.parametrize("name", ["IMG_1.HEIC", "more/a.avif"])
+@pytest.mark.parametrize("name", ["IMG_1.HEIC", "more/a.avif", "a.gif", "a.JFIF"])
 def test_images_that_are_not_read_are_refused(name: str, folder: Path) -> None:
     """A phone may have stored most of its photos so: the others would train a worse model without a word."""
     (folder / "train/cat/more").mkdir()

@@ -675,6 +675,15 @@ def test_an_optimizer_without_a_rate_and_totals_without_a_sum_are_one_line(
         patch.setattr(model, "build_optimizer", lambda network, config: Own(network.parameters()))
         error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path / "a", code=2))
         assert error == "error: Own has no learning rate: pass lr=config.lr in build_optimizer"
+
+        class Lookahead(torch.optim.Optimizer):
+            def __init__(self, optimizer: Any) -> None:
+                self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+        patch.setattr(model, "build_optimizer", lambda *given: Lookahead(torch.optim.SGD(given[0].parameters())))
+        error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path / "c", code=2))
+        remedy = "call super().__init__(params, defaults) in its __init__"
+        assert error == f"error: Lookahead is no complete torch.optim.Optimizer: {remedy}"
     totals = model.batch_totals
     right = lambda outputs, targets: outputs.argmax(1) == targets  # noqa: E731
     monkeypatch.setattr(model, "batch_totals", lambda *given: totals(*given) | {"right": right(*given[1:])})

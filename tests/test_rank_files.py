@@ -135,7 +135,7 @@ def test_merge_refuses_in_one_line_what_it_cannot_read(trained: Path, tmp_path: 
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 4 and done.stderr == f"error: {tmp_path}/no.pt cannot be used: it cannot be read: " + (
+    assert done.returncode == 4 and done.stderr == f"error: {tmp_path}/no.pt cannot be used: " + (
         "No such file or directory\n"
     )
 
@@ -159,7 +159,7 @@ def test_damage_to_a_file_of_a_rank_or_to_the_list_is_noticed(trained: Path, tmp
         assert directory.find()["step"] == 4
     # A run says which file it was, and ends as if nothing had happened.
     printed = train(3, *GIVEN, output, "--max-steps", 8)
-    assert f"warning: {last} cannot be used: of its files, {files[2]} cannot be used: it cannot be read" in printed
+    assert f"warning: {last} cannot be used: of its files, {files[2]} cannot be used: " in printed
     train(3, *GIVEN, tmp_path / "whole", "--max-steps", 8)
     assert compare.differences(tmp_path / "whole", output) == []
 

@@ -291,7 +291,7 @@ def divisions(folder: Path, *options: str) -> dict[str, list[str]]:
     return {name.partition("samples in ")[2]: each for name, each in found.items()}
 
 
-PASSES, PROCESSES = "2 passes: the weights of 1 pass", "2 processes: the weights of 1 pass"
+PASSES, PROCESSES = (f"2 {how}: the weights of 1 pass, up to 1e-06 (float64)" for how in ("passes", "processes"))
 
 
 def with_class_weights(patch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,10 @@ def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monke
     found = divisions(tmp_path)
     assert not any(found.values()), found
     for name in found:
-        assert re.search(r"1 pass \(but [\d.]+ of the update, for BatchNorm and mix and random numbers\)$", name), name
+        assert re.search(
+            r"1 pass, up to 1e-06 \(float64\) \(but [\d.]+ of the update, for BatchNorm and mix and random numbers\)$",
+            name,
+        ), name
 
 
 @pytest.mark.sample(1, "rehearsals with other options")
@@ -400,7 +403,8 @@ def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkey
             return outputs @ torch.eye(10, dtype=torch.float32)
 
     with_model(Single)(monkeypatch)
-    assert divisions(tmp_path / "right") == {PASSES: [], PROCESSES: []}
+    names = [name.replace("1e-06 (float64)", "0.02 (float32)") for name in (PASSES, PROCESSES)]
+    assert divisions(tmp_path / "right") == {name: [] for name in names}
     assert (tmp_path / "right/undivided/weights_3.pt").exists()
     with_class_weights(monkeypatch)
     assert all(divisions(tmp_path / "wrong").values())

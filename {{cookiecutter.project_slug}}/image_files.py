@@ -30,7 +30,7 @@ from images import ImageDataset, ImagesInMemory, ImageTransforms, split_by_class
 log = logging.getLogger("ddp")  # rank 0 prints it
 warnings.filterwarnings("ignore", ".*[Cc]orrupt EXIF data")  # for each such image, in each epoch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
-IMAGES = (*EXTENSIONS, ".heic", ".heif", ".avif", ".jxl")  # many a Pillow cannot read the last ones
+IMAGES = (*EXTENSIONS, ".gif", ".jfif", ".jp2", ".heic", ".heif", ".avif", ".jxl")  # not to leave one out unnoticed
 HIDDEN = re.compile(r"\.|(__MACOSX|@eaDir|\$RECYCLE\.BIN|lost\+found)$")  # what is no class and no image
 SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead network would hang
 

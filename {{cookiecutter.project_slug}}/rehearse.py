@@ -310,7 +310,7 @@ class Rehearsal:
         if not torch.cuda.is_available() or torch.cuda.device_count() > 1:
             ways["2 processes"] = {"nproc": 2}
         for way, how in ways.items():
-            name = f"{2 * half} samples in {way}: the weights of 1 pass"
+            name = f"{2 * half} samples in {way}: the weights of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found = update_differences(one, self.divided(way, dtype, batch_size=half, **how), LIMITS[dtype])
             if found:
                 plain = self.divided("undivided plain", dtype, True, batch_size=2 * half)

@@ -115,7 +115,7 @@ def verify(path: Path, *, bar: bool = True) -> str:
                 digest.update(file.read(min(BLOCK, length - position)))
             comment = file.read()
     except OSError as error:
-        raise InvalidCheckpoint(path, f"it cannot be read: {error.strerror}") from error
+        raise InvalidCheckpoint(path, error.strerror or str(error)) from error
     if length <= 0:
         raise InvalidCheckpoint(path, "it is empty or truncated")
     if not comment.startswith(COMMENT_PREFIX):

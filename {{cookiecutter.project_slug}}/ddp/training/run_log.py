@@ -71,7 +71,8 @@ class RunLog:
         self.steps_per_epoch = loader.steps_left(min(epoch, last))  # a sampler may have epochs of other lengths
         left = 0 if epoch > last else loader.steps_left(epoch, state.samples_consumed)
         left += max(0, last - epoch) * self.steps_per_epoch
-        self.total_steps = state.step + left  # earlier steps may have had another global batch
+        total = state.step + left  # earlier steps may have had another global batch
+        self.total_steps = min(total, self.config.max_steps or total)
 
     def open_files(self) -> None:
         """On rank 0, once it is clear that this run may use the directory: a refused one must not change it."""
@@ -164,7 +165,7 @@ class RunLog:
     def _remaining_s(self) -> float | None:
         """Until the end of the run, from the steps so far, evaluations and all. None before the first one."""
         steps = self.state.step - self.first_step
-        left = min(self.total_steps, self.config.max_steps or self.total_steps) - self.state.step
+        left = self.total_steps - self.state.step
         return left * (time.perf_counter() - self.started) / steps if steps > 0 else None
 
     # ---- metrics ----------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class RunLog:
             self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1, **gpu)
         if metrics:
             self._write(epoch, state.step, "val", metrics, count=count)
-            shown += [f"val  {format_metrics(metrics)}", "best" if state.best_step == state.step else ""]
+            shown += ["best val" if state.best_step == state.step else "val", format_metrics(metrics)]
         if self.logged_moment.step > self.epoch_moment.step:
             rates = self.epoch_moment.rates(self.logged_moment, self.loader.global_batch)
             shown.append(f"{rates['samples_per_s']:,.0f} samples/s")

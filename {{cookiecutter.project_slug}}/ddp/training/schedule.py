@@ -29,7 +29,11 @@ class Schedule:
         self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
-        optimizer.register_step_pre_hook(lambda *_: vars(self).update(used=self._rates()))
+        try:
+            optimizer.register_step_pre_hook(lambda *_: vars(self).update(used=self._rates()))
+        except AttributeError as error:
+            remedy = "call super().__init__(params, defaults) in its __init__"
+            raise UsageError(f"{type(optimizer).__name__} is no complete torch.optim.Optimizer: {remedy}") from error
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
