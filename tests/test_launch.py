@@ -718,6 +718,7 @@ class Spawned:
         def nproc(rank_env: RankEnv) -> int:
             signal.signal(signal.SIGHUP, hangup)
             run_main.mp.spawn = partial(run_main.mp.start_processes, start_method="fork")
+            run_main.resource_tracker.ensure_running = lambda: None
             return run_main.spawn(main.main, Config.parse(options), 2)
 
         self.started = Ranks(1, nproc)
@@ -841,6 +842,19 @@ def test_a_killed_rank_of_nproc_is_no_stop_although_the_others_stop() -> None:
     context = spawned(partial(time.sleep, 60), lambda: time.sleep(1) or os._exit(75))
     os.kill(context.pids()[0], signal.SIGKILL)
     assert join(context, SpawnSignals()) == 8
+
+
+@fault(9)
+@pytest.mark.slow
+def test_ctrl_c_while_the_ranks_of_nproc_import_torch_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "main.py", "--nproc", "2", "--dataset", "synthetic", "--output-dir", str(tmp_path)]
+    about: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=TEMPLATE, start_new_session=True, **about) as run:
+        while len([each for each in psutil.Process(run.pid).children() if "spawn_main" in str(each.cmdline())]) < 2:
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does, to the ranks as well
+        assert run.communicate() == ("stopped on request before training began: nothing to save\n", None)
+    assert run.returncode == 75
 
 
 GONE, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}
@@ -990,7 +1004,9 @@ def test_ctrl_c_saves_once(small: None, tmp_path: Path) -> None:
 def test_a_signal_while_nproc_starts_its_processes_is_not_lost(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, MAIN, *RUN, str(tmp_path), "--nproc", "2"], env={**os.environ, **LEAN})
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    while not any(b"multiprocessing" in _read(Path(f"/proc/{pid}/cmdline")) for pid in children.read_text().split()):
+    while not any(
+        b"multiprocessing.spawn" in _read(Path(f"/proc/{pid}/cmdline")) for pid in children.read_text().split()
+    ):
         time.sleep(0.001)
     parent.terminate()
     assert parent.wait(120) == 75

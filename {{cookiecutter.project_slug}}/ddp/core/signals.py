@@ -91,6 +91,7 @@ class StopSignal(SignalHandler):
         # A signal to a forked process, such as one of a Pool, is no request to the rank, whose pipe it shares.
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._forget)
         threading.Thread(target=self._watch, args=(pipe,), name="stop signal", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # --nproc has blocked them
 
     def _block(self) -> None:
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
@@ -18,7 +19,7 @@ from ddp.core.host import allow_many_files
 from ddp.core.process_exit import exit_code_of_run, exit_process, process_exit, tell_launcher
 from ddp.core.rank_logs import set_up_logging
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
-from ddp.core.signals import SignalHandler, killed_by, send_signal, stop_signal
+from ddp.core.signals import STOP_SIGNALS, SignalHandler, killed_by, send_signal, stop_signal
 from ddp.distributed.rank_env import VARIABLES, Launcher, RankEnv, find_rank_env
 from ddp.distributed.store import report_early_failure
 
@@ -83,7 +84,7 @@ class SpawnSignals(SignalHandler):
     processes: Sequence[Any] = ()
 
     def on_first(self) -> None:
-        self.send(signal.SIGTERM)  # a rank that still starts would print a traceback for SIGINT
+        self.send(signal.SIGTERM)
 
     def on_second(self) -> None:
         self.send(signal.SIGKILL)
@@ -102,10 +103,13 @@ def spawn(main: Main, config: RunConfig, nproc: int) -> int:
     signals.install()
     with temporary_directory("ddp-") as folder:  # the ranks connect through a file: no port is needed
         arguments = (main, config, nproc, f"file://{folder}/rendezvous", os.getpid())
+        resource_tracker.ensure_running()  # which unblocks signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # in each rank, until it listens to them
         context = mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False)
         signals.processes = context.processes
         if signals.first is not None:
             signals.on_first()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = join(context, signals)
         for path in config.output_dirs():
             correct_status(path, context.pids(), code, "a process was killed")
@@ -125,9 +129,6 @@ def join(context: mp.ProcessContext, signals: SpawnSignals) -> int:
         print_line(str(quit))
         return quit.exit_code
     codes = [process.exitcode for process in context.processes if process.exitcode > 0]
-    if killed and killed.exit_code == -signal.SIGTERM and signals.first is not None and not codes:
-        print_line("stopped on request before training began: nothing to save")
-        return ExitCode.STOPPED
     if killed:
         print_line(f"rank {killed.error_index}: its process {killed.error_pid} was {killed_by(killed.exit_code)}")
     if killed and set(codes) <= ({ExitCode.STOPPED} if signals.first is None else set()):  # torch has asked the others
