@@ -433,6 +433,51 @@ def test_without_val_a_part_of_the_training_images_validates(images: Path, tmp_p
     assert 2 <= len(from_folder(images, *more).val) <= 20, "a tenth"
 
 
+@pytest.mark.parametrize("targets", [torch.eye(20).repeat(50, 1), torch.zeros(1000, 4, 4), torch.rand(1000)])
+def test_targets_that_are_no_classes_are_split_as_one(targets: Tensor) -> None:
+    """Of several labels, of masks, and of numbers to predict."""
+    pictures = torch.zeros(1000, 3, 4, 4, dtype=torch.uint8)
+    train_set, val_set = ImagesInMemory(pictures, targets, [], build_transforms(options())).split(0.1, seed=0)
+    assert (len(train_set), len(val_set)) == (900, 100)
+
+
+def test_images_in_memory_that_would_be_misread_are_refused() -> None:
+    transforms, targets = build_transforms(options()), torch.zeros(4, dtype=torch.int64)
+    pictures = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    for wrong in (pictures.float(), pictures[0], pictures[:3]):
+        with pytest.raises(
+            UsageError, match=r"ImagesInMemory needs images \[n, c, h, w\] uint8, and a target for each"
+        ):
+            ImagesInMemory(wrong, targets, [], transforms)
+    masks = ImagesInMemory(pictures, torch.zeros(4, 8, 8), [], transforms)
+    with pytest.raises(UsageError, match=r"targets of shape \[2, 8, 8\] would stay as they are, unlike their images"):
+        masks.augment(masks.__getitems__([0, 1]), 0)
+    masks.transforms = replace(transforms, padding=0, flip=0)
+    masks.augment(masks.__getitems__([0, 1]), 0)
+
+
+class Brighter(ImagesInMemory):
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == 1:
+            self.images = torch.full_like(self.images, 50)
+        if epoch == 2:
+            self.images += 1
+        if epoch == 3:
+            self.transforms = replace(self.transforms, std=[2.0 * value for value in self.transforms.std])
+
+
+def test_images_in_memory_may_change_with_the_epoch() -> None:
+    white = replace(build_transforms(options()), mean=(0, 0, 0), std=(1, 1, 1), padding=0, flip=0, image_size=8)
+    dataset = Brighter(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), [], white)
+
+    def first(ctx: DistContext) -> list[float]:
+        loader = TrainLoader(dataset, options("--batch-size=4"), ctx)
+        batches = [next(next(loader.steps(epoch)))[0].mean().item() for epoch in range(4)]
+        return [round(value, 5) for value in batches]
+
+    assert by_rank(1, first) == [[0.0, round(50 / 255, 5), round(51 / 255, 5), round(51 / 255 / 2, 5)]]
+
+
 def test_a_val_fraction_that_cannot_be_had_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"--val-fraction: {images}/val has the validation set"):
         from_folder(images, "--val-fraction", 0.2)
@@ -701,7 +746,7 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
     assert sorted(decoded) == sorted(path.name for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
     assert len(decoded) == 2, "train and val, each once"
     plain = train(2, *shared, "--output-dir", tmp_path / "plain")
-    results = [re.findall(r"train  .*  val  loss \S+  accuracy \S+", text) for text in (output, plain)]
+    results = [re.findall(r"train  .* val  loss \S+  accuracy \S+", text) for text in (output, plain)]
     assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
 
 
@@ -725,6 +770,44 @@ def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(im
     assert torch.equal(inverted, 255 - plain) and larger.shape[2:] == (17, 17)
     assert torch.equal(decoded(Inverted, 16, white=254), 254 - plain), "an attribute counts"
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 4
+
+
+class Mixing(ImageFiles):
+    def mix(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs.flip(0), targets
+
+
+class Larger(ImageFiles):
+    def read(self, path: str) -> Tensor:
+        return super().read(path).repeat(1, 2, 2)
+
+
+class AtRandom(ImageFiles):
+    def read(self, path: str) -> Tensor:
+        return torch.randint(0, 255, (3, 16, 16), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Mixing, "--cache would ignore mix of Mixing: define it in a subclass of DecodedFiles"),
+        (Larger, r"--cache holds images \[3, 16, 16\] uint8, but Larger.read\(\) returned torch.uint8 \[3, 32, 32\]"),
+        (AtRandom, "dataset AtRandom draws random numbers in __getitems__"),
+    ],
+)
+def test_what_a_cache_cannot_hold_is_refused(kind: type[ImageFiles], text: str, images: Path, tmp_path: Path) -> None:
+    files = kind(images / "train", build_transforms(options("--image-size", 16)))
+    with pytest.raises(UsageError, match=text):
+        DecodedFiles(files, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.npy*"))
+
+
+def test_a_cache_that_is_too_short_is_named(images: Path, tmp_path: Path) -> None:
+    cached(images, tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SetupError, match=r"--cache .*: mmap length .*; delete the file if it is damaged"):
+        from_folder(images, "--cache", tmp_path / "cache")
 
 
 def test_a_cache_depends_on_the_value_range(images: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import pytest
@@ -340,13 +341,15 @@ def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
         assert "was opened before the DataLoader workers, which share it: open it in __getitem__, once per" in error
 
 
-def test_the_standard_input_is_no_file_that_workers_share(tmp_path: Path) -> None:
+def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(tmp_path: Path) -> None:
     """A shell script may read it at the same time."""
     (tmp_path / "list").write_text("a b")
 
     def positions(_: Any) -> list[str]:
         os.dup2(os.open(tmp_path / "list", os.O_RDONLY), 0)
-        return [path for path in _positions() if "list" in path]
+        with open(tmp_path / "list", "a+") as log, TemporaryFile("w+") as output:
+            assert log.tell() == 3 and output.tell() == 0
+            return [path for path in _positions() if "list" in path or "deleted" in path]
 
     ((one,),) = on_ranks(1, positions)
     assert one.startswith(f"{tmp_path}/list (descriptor ") and not one.endswith("r 0)")

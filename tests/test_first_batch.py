@@ -161,10 +161,12 @@ def test_outputs_are_compared_before_the_loss_and_only_once(monkeypatch: pytest.
     line = outcome(monkeypatch, tmp_path, Samples(lambda index: (image(), 9)))
     assert "the model has 7 outputs for 10 classes" in line
     first_batch: Any = SimpleNamespace(classes=10)
-    watch_first_outputs(first_batch, model)
+    watch_first_outputs(first_batch, model, None)
     with pytest.raises(UsageError, match="the model has 7 outputs for 10 classes"):
         model(image()[None])
     assert model(image()[None]).shape == (1, 7) and not model._forward_hooks
+    watch_first_outputs(first_batch, model, SimpleNamespace(OUTPUTS_ARE_CLASSES=False))
+    assert model(image()[None]).shape == (1, 7), "an embedding"
 
 
 @fault(41)

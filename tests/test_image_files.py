@@ -213,6 +213,16 @@ def test_images_below_those_of_a_class_belong_to_it(folder: Path) -> None:
     assert names == ["0.jpg", "1.jpg", "2.jpg"]
 
 
+def test_a_class_may_have_no_image_to_validate(folder: Path) -> None:
+    save(photo(0), folder / "val/dog/0.jpg")
+    (folder / "val/cat").mkdir()
+    config = Config.parse(["--dataset=imagefolder", f"--data-dir={folder}"])
+    datasets, transforms = data.load_datasets(config), data.build_transforms(config)
+    assert datasets.val.classes == ["cat", "dog"] and [target for _, target in datasets.val.samples] == [1]
+    with pytest.raises(SetupError, match="val/cat has no file"):
+        ImageFiles(folder / "val", transforms)
+
+
 def test_a_class_without_images_and_a_folder_without_classes_are_refused(folder: Path) -> None:
     (folder / "train/owl").mkdir()
     (folder / "train/owl/notes.txt").touch()

@@ -296,6 +296,39 @@ class ChangedInPlace(Numbered):
         return self.kept[index].mul_(0.5), index % 2
 
 
+class KeptWithNoise(Numbered):
+    """Keeps augmented samples, so that each epoch has the noise of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index not in self.kept:
+            self.kept[index] = self.noise()[:2].float()
+        return self.kept[index], index % 2
+
+
+class DrawsToSetUp(Numbered):
+    """Only the very first call draws, whatever the sample."""
+
+    weight: Any = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.weight = torch.randn(2) if self.weight is None else self.weight
+        return torch.zeros(2), index % 2
+
+
+def test_samples_that_keep_their_first_random_numbers_are_refused() -> None:
+    def first(ctx: DistContext) -> None:
+        given = options("--batch-size=4", "--workers=0")
+        next(TrainLoader(DrawsToSetUp(), given, ctx).steps(0)).rest()
+        with pytest.raises(UsageError, match="KeptWithNoise draws random numbers for a sample only when it is first"):
+            next(TrainLoader(KeptWithNoise(), given, ctx).steps(0)).rest()
+
+    by_rank(1, first)
+
+
 class OwnGenerator(Numbered):
     """Draws from a generator that no checkpoint holds."""
 
@@ -520,6 +553,21 @@ def test_what_an_evaluation_draws_at_random_depends_on_the_batch_alone() -> None
         assert [ranks[number % world_size][number // world_size] for number in range(6)] == alone
 
 
+def test_lists_that_some_batches_lack_stay_in_order_and_an_array_may_be_used_again() -> None:
+    def gathered(ctx: DistContext) -> tuple[list[int], list[float]]:
+        meter, array = Meter(ctx), numpy.zeros(2)
+        for number in range(ctx.rank, 6, ctx.world_size):
+            array[:] = number
+            meter.add({"array": array} | ({"numbers": [number]} if number in (0, 1, 4, 5) else {}))
+            if number < 3:
+                meter._add_pending()  # as after many batches
+        total = meter.take()
+        return total["numbers"], total["array"].tolist()
+
+    for world_size in (1, 2, 3):
+        assert by_rank(world_size, gathered) == [([0, 1, 4, 5], [15.0, 15.0])] * world_size
+
+
 def test_lists_are_gathered_in_the_order_of_the_samples_each_once() -> None:
     """Also on a rank that has no batch, and of tensors."""
 
@@ -583,6 +631,26 @@ def test_the_average_follows_weights_and_buffers() -> None:
     assert average.module.num_batches_tracked.item() == 3
     assert list(average.state_dict()) == list(layer.state_dict())
     assert not any(weight.requires_grad for weight in average.module.parameters())
+
+
+class Scaled(nn.Module):
+    """Divides by a plain attribute, which the training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.temperature = nn.Linear(1, 1), 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) / self.temperature
+
+
+def test_the_average_has_the_plain_attributes_of_the_model() -> None:
+    network = nn.Sequential(Scaled())
+    average, inputs = ModelEma(network, 0.5), torch.ones(1, 1)
+    network[0].temperature = 4.0
+    average.module.eval()
+    assert torch.equal(average.module(inputs), network(inputs))
+    assert network.training and not any(part.training for part in average.module.modules())
 
 
 class Lazy(nn.Module):

@@ -259,17 +259,32 @@ def test_ranks_with_different_weights_end_the_run_after_the_first_step(
 
 
 @fault(54)
-def test_a_weight_outside_of_the_model_is_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_weight_outside_of_the_model_is_refused(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, if nothing can save it; an optimizer of the owner may, so there the ranks are compared."""
     temperature = nn.Parameter(torch.ones(()))
+    kind = type("Own", (torch.optim.SGD,), {}) if own else torch.optim.SGD
 
     def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*network.parameters(), temperature], lr=0.1)
+        return kind([*network.parameters(), temperature], lr=0.1)
 
     monkeypatch.setattr(model, "build_optimizer", build_optimizer)
     loss = lambda outputs, targets, config: F.cross_entropy(outputs * temperature, targets)  # noqa: E731
     monkeypatch.setattr(model, "compute_loss", loss)
     error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
-    assert "after step 1 the ranks have different weights, first a weight of optimizer, " in error
+    alone = "error: Training.optimizer in main.py trains a weight that no checkpoint would hold: "
+    differs = "error: after step 1 the ranks have different weights, first a weight of optimizer, "
+    assert error.startswith(differs if own else alone), error
+
+
+@fault(54)
+def test_ranks_whose_softmax_layers_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of such a layer add up to 0, so that the sum of its weights stays."""
+    layer = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: layer)
+    monkeypatch.setattr(main, "main", changed_main(AROUND_DDP["the model without its wrapper"]))
+    error = the_error(train(2, *OPTIONS, "--guard", 0, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: after step 1 the ranks have different weights, first model."), error
 
 
 @fault(54)
@@ -334,6 +349,7 @@ def test_a_stop_in_an_evaluation_within_an_epoch_waits_for_the_step(
         train(1, *options, code=75)
     assert "resuming from" in train(1, *options)
     assert lines(tmp_path / "stopped", "val") == lines(tmp_path / "whole", "val")
+    assert lines(tmp_path / "whole", "val")[0]["step"] == 4, "its weights have four steps"
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
 
 
@@ -841,6 +857,18 @@ class Lazy(Layers):
         self.first = nn.LazyLinear(10)
 
 
+class LazyStatistics(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LazyBatchNorm1d(affine=False)
+
+
+class Synchronized(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(10)
+
+
 class OldWeightNorm(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -864,6 +892,9 @@ class Sparse(Layers):
         (Reentrant, ["--deterministic"], "one backward pass gave a weight its gradient twice", "use_reentrant=False"),
         (Reentrant, ["--deterministic", "--guard", 2], "one backward pass gave a weight ", "use_reentrant=False"),
         (Lazy, [], "first.weight has no shape before the first batch: ", "build_model"),
+        (LazyStatistics, [], "norm.running_mean has no shape before the first batch: ", "build_model"),
+        (Synchronized, [], "the model has SyncBatchNorm, which needs a GPU: ", "--sync-bn"),
+        (Sparse, [], "the gradient of table is sparse, and DDP would divide those of other", "remove sparse=True"),
         (Lazy, ["--shard"], "first.weight has no shape before the first batch: ", "build_model"),
         (OldWeightNorm, ["--ema", 0.9], "the model holds a computed tensor", "parametrizations.weight_norm"),
         (Sparse, ["--shard"], "--shard: the gradient of table is sparse", "remove sparse=True"),

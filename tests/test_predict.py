@@ -121,7 +121,7 @@ def test_what_cannot_be_classified_is_refused_with_one_line(folder: Path, tmp_pa
     best, image = tmp_path / "run/best.pt", str(next(folder.glob("val/*/*.png")))
     with pytest.raises(SetupError, match=r"run/config\.json is not an image that can be read"):
         predict.main([str(best), image, str(tmp_path / "run/config.json")])
-    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be used: it cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be used: No such file"):
         predict.main([str(tmp_path / "nowhere.pt"), image])
     content = checkpoint.read(best)
     for part, value in (("images", None), ("classes", [])):
@@ -142,6 +142,11 @@ class Darker(ImagesInMemory):
         return inputs / 2, targets
 
 
+class Inverted(ImagesInMemory):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return super().__getitems__(indices)
+
+
 class Grey(ImageFiles):
     def read(self, path: str) -> torch.Tensor:
         return super().read(path) // 2
@@ -154,14 +159,18 @@ class Flipped(ImagesInMemory):
 
 def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
     transforms = ImageTransforms(mean=(0.1, 0.2, 0.3), std=(1, 2, 3), image_size=24)
-    known = {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3], "image_size": 24, "value_range": None}
+    known: Any = {name: value for name, value in vars(transforms).items() if name != "memory_format"}
     of_pixels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), ["a", "b"], transforms
-    for kind, images in ((ImagesInMemory, known), (Flipped, known), (Darker, None)):
+    for kind, images in ((ImagesInMemory, known), (Flipped, known), (Darker, None), (Inverted, None)):
         images = images and images | {"read_size": 32}
         description = {"name": kind.__name__, "classes": ["a", "b"], "images": images}
         assert describe(Subset(kind(*of_pixels), [0, 1])) == description
     assert describe(ImageFiles(folder / "val", transforms))["images"] == known | {"read_size": 24}
     assert describe(Grey(folder / "val", transforms))["images"] is None
+    several = torch.zeros(4, 2)  # logits of several labels are no logits of classes
+    grey, wide = torch.zeros(4, 1, 32, 32, dtype=torch.uint8), torch.zeros(4, 3, 32, 48, dtype=torch.uint8)
+    for images, targets in ((of_pixels[0], several), (grey, of_pixels[1]), (wide, of_pixels[1])):
+        assert describe(ImagesInMemory(images, targets, ["a", "b"], transforms))["images"] is None
     plain = torch.utils.data.TensorDataset(torch.zeros(3))
     assert describe(plain) == {"name": "TensorDataset", "classes": []}
     for kind, images in ((ImageFiles, known | {"read_size": 24}), (Grey, None)):

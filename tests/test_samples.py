@@ -74,6 +74,30 @@ def the_error(output: str) -> str:
     return error
 
 
+# ---- in each set ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [("0", "2"), ("1", "0")])
+def test_sets_with_other_classes_are_refused(classes: tuple[str, ...]) -> None:
+    """The same label would be another class."""
+    train_set, val_set = Pictures(range(10)), Pictures(range(10))
+    train_set.classes, val_set.classes = ("0", "1"), classes
+    what = "their order" if classes[0] == "1" else "1; 2"
+    with pytest.raises(UsageError, match=f"training and the validation data differ in their `classes`: {what}: give"):
+        check_datasets(Datasets(train_set, val_set), Config.parse(["--workers=0"]))
+
+
+def test_sets_that_share_what_changes_with_the_epoch_are_refused() -> None:
+    class Growing(Pictures):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    base = Growing(range(20))
+    sets = Datasets(Subset(base, range(10)), None, Subset(base, range(10, 20)))
+    with pytest.raises(UsageError, match=r"the training and the test data share a Growing, which has set_epoch\(\)"):
+        check_datasets(sets, Config.parse(["--workers=0"]))
+
+
 # ---- on all ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,8 @@ def imagefolder(config: Config) -> Datasets:
     root, transforms = Path(config.data_dir), build_transforms(config)
     if not (root / "train").is_dir():
         raise SetupError(f"--data-dir {root}: needs train/CLASS/*; val/CLASS/* and test/CLASS/* are optional")
-    parts = {part: ImageFiles(root / part, transforms) for part in ("train", "val", "test") if (root / part).is_dir()}
+    found = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()}
+    parts = {part: ImageFiles(path, transforms, may_be_empty=part != "train") for part, path in found.items()}
     for part, dataset in parts.items():
         if dataset.classes != parts["train"].classes:
             different = ", ".join(sorted(set(parts["train"].classes) ^ set(dataset.classes)))

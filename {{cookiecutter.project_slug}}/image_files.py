@@ -18,12 +18,14 @@ import torch
 from filelock import FileLock
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from tqdm import tqdm
 
-from ddp.core.errors import SetupError, first_few
+from ddp.core.errors import SetupError, UsageError, first_few
 from ddp.core.files import TMP_PATTERN, atomic_write
 from ddp.core.host import available_cores
+from ddp.data.dataset import HOOKS
+from ddp.data.reader import SeededReader
 from file_list import FileList, digest_contents, list_files
 from images import ImageDataset, ImagesInMemory, ImageTransforms, split_by_class
 
@@ -38,16 +40,18 @@ SOCKET_TIMEOUT_S = 30.0  # for a download: torchvision sets none, so a dead netw
 class ImageFiles(ImageDataset):
     """Images in folder/CLASS/**, sorted as by torchvision's ImageFolder, read by DataLoader workers.
 
+    may_be_empty: whether a class may have no image here. A class to train must have one.
+
     samples: the path and the class of each image. You may put another sequence of such pairs in its place.
     """
 
     samples: Sequence[tuple[str, int]]
     whole: Any = None  # of what this is a part, with the fraction, the seed, and 0 for training: see `split`
 
-    def __init__(self, folder: Path, transforms: ImageTransforms) -> None:
+    def __init__(self, folder: Path, transforms: ImageTransforms, may_be_empty: bool = False) -> None:
         try:
             classes = find_classes(folder)
-            samples = list_files(folder, classes, lambda name: find_images(folder / name))
+            samples = list_files(folder, classes, lambda name: find_images(folder / name, may_be_empty))
         except OSError as error:
             raise SetupError(f"--data-dir: {error}") from error
         read_size = transforms.image_size if type(self).read is ImageFiles.read else None
@@ -108,7 +112,7 @@ def find_classes(folder: Path) -> list[str]:
     return classes
 
 
-def find_images(folder: Path) -> list[str]:
+def find_images(folder: Path, may_be_empty: bool = False) -> list[str]:
     """The images of a class: in its folder, and in folders there. Raises OSError, and SetupError if it has none."""
 
     def fail(error: OSError) -> None:
@@ -120,6 +124,8 @@ def find_images(folder: Path) -> list[str]:
         found += [(root, name) for name in names if name.lower().endswith(IMAGES) and not HIDDEN.match(name)]
     if unread := sorted(os.path.join(*each) for each in found if not each[1].lower().endswith(EXTENSIONS)):
         raise SetupError(f"--data-dir: {unread[0]} would be left out: convert such files, or move them away")
+    if not found and may_be_empty:
+        return []
     if not found:
         raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
     if all(root != str(folder) for root, _ in found):
@@ -169,6 +175,11 @@ class DecodedFiles(ImagesInMemory):
     """`files` as one array in `cache_dir`. The first process of this machine decodes them; all map the array."""
 
     def __init__(self, files: ImageFiles, cache_dir: Path) -> None:
+        names, kind_of = (*HOOKS, "set_epoch", "__getitem__", "__getitems__"), type(files)
+        own = [each for each in names if getattr(kind_of, each, None) is not getattr(ImageFiles, each, None)]
+        if own := [*own, *vars(files).keys() & set(names)]:
+            remedy = "define it in a subclass of DecodedFiles, which data.py then uses in place of it"
+            raise UsageError(f"--cache would ignore {own[0]} of {kind_of.__name__}: {remedy}")
         try:
             path = cache_dir / f"{files.folder.name}-{files.transforms.image_size}-{_cache_key(files)}.npy"
             cache_dir.mkdir(parents=True, exist_ok=True)
@@ -178,8 +189,8 @@ class DecodedFiles(ImagesInMemory):
                     if not path.exists():
                         _decode(files, path)
             images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
-        except OSError as error:
-            raise SetupError(f"--cache {cache_dir}: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: the file is too short
+            raise SetupError(f"--cache {cache_dir}: {error}; delete the file if it is damaged") from error
         super().__init__(images, files._all_targets(), files.classes, files.transforms)
         self.files, self.cache_dir, self.read_size = files, cache_dir, files.read_size
 
@@ -211,12 +222,16 @@ def _decode(files: ImageFiles, path: Path) -> None:
     """Write all images as one array, uint8 [n, 3, image_size, image_size], on all cores. Call with the lock held."""
     for left_over in path.parent.glob(f"*.npy.{TMP_PATTERN}"):  # by a process that was killed
         left_over.unlink()
-    size = files.transforms.image_size
-    loader = DataLoader(files, batch_size=64, num_workers=available_cores(), collate_fn=tuple)
+    size, batches = files.transforms.image_size, BatchSampler(range(len(files)), 64, drop_last=False)
+    reader = SeededReader(files, tuple, seed=0, epoch=0)  # which refuses a read() that is random
+    loader = DataLoader(reader, batch_sampler=batches, num_workers=available_cores(), collate_fn=tuple)
     with atomic_write(path, durable=True) as file:  # without durable, it could hold anything after a power cut
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), 3, size, size)}
         numpy.lib.format.write_array_header_1_0(file, header)
         for _, _, images in tqdm(loader, desc="decoding", unit="batch", leave=False, disable=None):
+            if images.dtype != torch.uint8 or images.shape[1:] != (3, size, size):
+                found = f"{type(files).__name__}.read() returned {images.dtype} {list(images.shape[1:])}"
+                raise UsageError(f"--cache holds images [3, {size}, {size}] uint8, but {found}: train without --cache")
             file.write(images.numpy())
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp.core.errors import SetupError
+from ddp.core.errors import SetupError, UsageError
 from ddp.data.dataset import BatchDataset
 from ddp.distributed.seeds import derive_seed, random_bits
 
@@ -57,6 +57,7 @@ class ImageDataset(BatchDataset):
     def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms, read_size: int | None) -> None:
         self.length, self.classes, self.transforms, self.read_size = length, classes, transforms, read_size
         self._scale = self._shift = torch.empty(0)  # a pixel is multiplied by the one, then the other is added
+        self._scaled_for: Any = None  # the transforms from which they were made
 
     def __len__(self) -> int:
         return self.length
@@ -68,7 +69,10 @@ class ImageDataset(BatchDataset):
         """
         if fraction == 0:
             return self, None
-        train, val = split_by_class(self._all_targets(), fraction, seed, self.keys())
+        targets = self._all_targets()
+        if targets.dim() > 1 or targets.is_floating_point():  # no classes: `fraction` of all
+            targets = torch.zeros(len(targets))
+        train, val = split_by_class(targets, fraction, seed, self.keys())
         if len(val) == 0:
             remedy = "raise it, add data for validation, or pass --val-fraction 0 to train without"
             raise SetupError(f"--val-fraction {fraction:g} leaves no sample for validation: {remedy}")
@@ -85,6 +89,7 @@ class ImageDataset(BatchDataset):
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
         """Crop and flip the images at random."""
         targets, samples, images = batch
+        _check_targets(targets, self.transforms)
         rows = torch.arange(len(images), device=images.device)
         return targets, samples, self._cropped(*self._padded_and_flipped(images), rows, samples, epoch)
 
@@ -92,7 +97,9 @@ class ImageDataset(BatchDataset):
         """Normalise and resize: inputs [b, c, image_size, image_size] float, targets [b]."""
         targets, _, images = batch
         inputs = images.to(torch.float32, memory_format=self.transforms.memory_format)
-        if self._scale.shape[1:] != inputs.shape[1:] or self._scale.device != inputs.device:
+        fits = self._scale.shape[1:] == inputs.shape[1:] and self._scale.device == inputs.device
+        if not fits or self._scaled_for is not self.transforms:
+            self._scaled_for = self.transforms
             # As large as an image: with channels last, [1, c, 1, 1] would be broadcast value by value.
             one, values = torch.ones_like(inputs[:1]), (self.transforms.mean, self.transforms.std)
             mean, std = (one * one.new_tensor(value).view(1, -1, 1, 1) for value in values)
@@ -105,11 +112,11 @@ class ImageDataset(BatchDataset):
 
     def describe(self) -> dict[str, Any]:
         """How images are prepared, for predict.py: {"images": ...}, or None if a subclass prepares or reads them."""
-        if type(self).prepare not in (ImageDataset.prepare, ImagesInMemory.prepare) or self.read_size is None:
+        methods = type(self).prepare, type(self).__getitems__
+        if self.read_size is None or any(each.__module__ not in (__name__, "image_files") for each in methods):
             return {"images": None}
-        chosen = self.transforms
-        known = {"mean": list(chosen.mean), "std": list(chosen.std), "image_size": chosen.image_size}
-        return {"images": {**known, "read_size": self.read_size, "value_range": chosen.value_range}}
+        known = {key: value for key, value in vars(self.transforms).items() if key != "memory_format"}
+        return {"images": {**known, "read_size": self.read_size}}
 
     def example_images(self, inputs: Any) -> Tensor | None:
         """The first prepared images, from 0 to 1; None if a subclass prepares something else."""
@@ -145,6 +152,14 @@ class ImageDataset(BatchDataset):
         return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
 
 
+def _check_targets(targets: Tensor, transforms: ImageTransforms) -> None:
+    if getattr(targets, "ndim", 0) > 2 and (transforms.padding or transforms.flip):
+        remedy = "set padding=0 and flip=0 in data.py, and crop and flip both in an `augment` of your own"
+        raise UsageError(
+            f"targets of shape {list(targets.shape)} would stay as they are, unlike their images: {remedy}"
+        )
+
+
 def draw_crops(seed: int, flip: float, samples: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each of `samples` [b]: how far it is moved down and right, 0 to 2 x pad, and whether it is flipped."""
     bits = random_bits(seed, samples)
@@ -158,11 +173,16 @@ class ImagesInMemory(ImageDataset):
     in_memory = True
 
     def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str], transforms: ImageTransforms) -> None:
-        super().__init__(len(images), classes, transforms, read_size=images.shape[-1])
+        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
+            found = f"{images.dtype} {list(images.shape)} and {len(targets):,} targets"
+            raise UsageError(f"ImagesInMemory needs images [n, c, h, w] uint8, and a target for each; it has {found}")
+        read_size = images.shape[-1] if images.shape[1] == 3 and images.shape[2] == images.shape[3] else None
+        super().__init__(len(images), classes, transforms, read_size if targets.dim() == 1 else None)
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.images, self.targets = images, targets
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
+        self._copied_from: tuple[Any, Any, int] = None, None, 0  # images, transforms, and the version of the images
 
     def _all_targets(self) -> Tensor:
         return self.targets
@@ -194,7 +214,11 @@ class ImagesInMemory(ImageDataset):
         if len(batch) == 3 or self.images.nbytes > MAX_COPIED_BYTES:
             return super().augment(self._with_images(batch), epoch)
         targets, samples = batch
-        if self._copies is None:  # once, and only for training; takes 2.5 times the memory of the images
+        _check_targets(targets, self.transforms)
+        version = 0 if self.images.is_inference() else self.images._version  # a set_epoch may change them
+        same = self._copied_from[0] is self.images and self._copied_from[1:] == (self.transforms, version)
+        if self._copies is None or not same:  # only for training; takes 2.5 times the memory of the images
+            self._copied_from = self.images, self.transforms, version
             copies, pad = self._padded_and_flipped(self.images)
             self._copies = copies.contiguous(memory_format=self.transforms.memory_format), pad
         return targets, samples, self._cropped(*self._copies, samples, samples, epoch)

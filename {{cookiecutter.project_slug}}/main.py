@@ -50,7 +50,7 @@ def main(config: Config, rank_env: RankEnv) -> None:
         ddp_model = wrap_model(model, config, ctx, task)  # the same weights: train ddp_model; evaluate and save model
         init_weights(model, config, ctx, build=lambda: build(task, config, datasets.train, rank_env))  # --init-from
         ema = None if config.ema is None else ModelEma(model, config.ema)
-        watch_first_outputs(train_loader, ddp_model)  # they must match the classes
+        watch_first_outputs(train_loader, ddp_model, task)  # they must match the classes
         optimizer = task.build_optimizer(model, config)
         schedule = Schedule(optimizer, config, train_loader.global_batch)
         training = Training(model, optimizer, schedule, grad_scaler(config, ctx), Meter(ctx, task.compute_metrics), ema)

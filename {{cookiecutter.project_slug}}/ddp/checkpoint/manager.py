@@ -18,6 +18,7 @@ from ddp.checkpoint.state import (
     TrainState,
     check_fields,
     check_parts,
+    check_weights,
     data_differences,
     keep_dtypes,
     run_differences,
@@ -179,6 +180,7 @@ class CheckpointManager:
             "weights_of": weights_of_optimizers(self.fields),
         }
         check_parts(self.fields, self._reserved())
+        check_weights(self.fields)
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.fixed = FixedShapes(self.fields)

@@ -61,6 +61,19 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
             raise UsageError(f"{what} cannot be saved: give it state_dict() and load_state_dict(state), or remove it")
 
 
+def check_weights(parts: Mapping[str, Any]) -> None:
+    """Raise UsageError for an optimizer of torch that trains a weight which no field of Training would save.
+
+    Another optimizer, or a field of the owner, may save weights itself.
+    """
+    others = [part for part in parts.values() if not isinstance(part, torch.nn.Module | torch.optim.Optimizer)]
+    if all(type(part).__module__.partition(".")[0] in ("torch", "ddp") for part in others):
+        for name, weights in weights_of_optimizers(parts).items():
+            if None in dict(weights) and type(parts[name]).__module__.startswith("torch."):
+                remedy = "add the model that has it as a field, or make it an nn.Parameter of one"
+                raise UsageError(f"Training.{name} in main.py trains a weight that no checkpoint would hold: {remedy}")
+
+
 def check_fields(training: Any, parts: Mapping[str, Any]) -> None:
     """Raise UsageError if a field of `training` is no longer the one in `parts`, which checkpoints hold."""
     for name in (each.name for each in fields(training)):

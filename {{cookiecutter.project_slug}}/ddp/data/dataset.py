@@ -123,7 +123,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
     """Call set_epoch(epoch) of a dataset that has it, and of those that it holds."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
-    for inner in _held(dataset, {id(dataset)}):
+    for inner in held_by(dataset):
         if callable(getattr(inner, "set_epoch", None)):
             inner.set_epoch(epoch)
 
@@ -158,6 +158,11 @@ def hooks_of(dataset: Any) -> BatchDataset:
             remedy = "whose hooks would be ignored: name what it wraps `dataset`, or join the data in one BatchDataset"
             raise UsageError(f"dataset {type(each).__name__} holds a BatchDataset, {remedy}")
     return BatchDataset()
+
+
+def held_by(dataset: Any) -> list[Any]:
+    """The data sets that `dataset` holds in any attribute, as torch's Subset and ConcatDataset do."""
+    return [*_held(dataset, {id(dataset)})]
 
 
 def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
@@ -208,6 +213,7 @@ def check_outputs(outputs: Any, classes: int) -> None:
     """Raise UsageError if outputs for labels do not fit the number of classes. A single logit is for two classes."""
     if classes and isinstance(outputs, torch.Tensor) and outputs.dim() == 2 and outputs.shape[1] not in (1, classes):
         remedy = "build the last layer with len(train_set.classes), in build_model in model.py"
+        remedy += "; if outputs are embeddings, for example, write OUTPUTS_ARE_CLASSES = False there"
         raise UsageError(f"the model has {outputs.shape[1]} outputs for {classes} classes: {remedy}")
 
 

@@ -213,7 +213,7 @@ class EvalLoader(_Loader):
         Not within an epoch: the run would resume after this evaluation, or before a step that it has taken.
         """
         self.ctx.stop_sync.restart()
-        self.ctx.work.in_step = False
+        self.ctx.work.in_step &= self.ctx.work.in_epoch
         world_size, count = self.ctx.world_size, -(-self.length // self.chunk_size)  # of batches
         # Where all ranks compute a pass together, those that are out of turn read the last batch once more.
         end, work = count + -count % world_size if self.ctx.work.sharded else count, self.ctx.work
@@ -281,8 +281,13 @@ def _move(batch: Any, device: torch.device, kind: Any) -> Any:
     return map_tensors(batch, lambda part: part.to(device, non_blocking=True), kind)
 
 
-def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module) -> None:
-    """Compare the outputs for the first training batch with its classes, before a loss fails because of them."""
+def watch_first_outputs(train_loader: TrainLoader, ddp_model: torch.nn.Module, task: Any) -> None:
+    """Compare the outputs for the first training batch with its classes, before a loss fails because of them.
+
+    Not if model.py (task) says OUTPUTS_ARE_CLASSES = False: a model may return embeddings of samples that have labels.
+    """
+    if not getattr(task, "OUTPUTS_ARE_CLASSES", True):
+        return
 
     def check(model: torch.nn.Module, arguments: Any, outputs: Any) -> None:
         hook.remove()

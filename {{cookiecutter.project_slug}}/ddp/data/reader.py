@@ -1,11 +1,9 @@
 """Reads batches, in a DataLoader worker or in this process: each sample depends on (seed, epoch, index) only."""
 
-import copy
 import pickle
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import is_dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from ddp.core.errors import PeerLost, UsageError, one_line
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
 from ddp.distributed.seeds import derive_seed, keep_random_state
+from ddp.distributed.tensors import map_tensors
 
 
 class SeededReader(Dataset):
@@ -43,24 +42,28 @@ class SeededReader(Dataset):
         indices = list(indices)
         with keep_random_state():
             if not self.checked:  # in each worker
-                self._check(indices[0])
+                if all(self._check(index) for index in indices[:2]) and len(indices) > 1:
+                    reason = "draws random numbers for a sample only when it is first read"
+                    raise UsageError(f"dataset {self.name} {reason}: keep it as it is before its augmentation")
                 self.checked = True
             batch = self._read(indices)
             return self._collate(batch, indices) if isinstance(batch, list) else batch
 
-    def _check(self, index: int) -> None:
-        """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly."""
-        first = self._read([index])
-        with suppress(Exception):  # it holds what cannot be copied
-            first = copy.deepcopy(
-                first
-            )  # otherwise a sample that each call changes in place would be compared with itself
+    def _check(self, index: int) -> bool:
+        """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly.
+
+        Returns whether only the first call has drawn random numbers: the first of all may do so, to set up something.
+        """
+        first, next_numbers = self._read([index]), _draw()
+        copied: Any = lambda each: each.clone() if isinstance(each, torch.Tensor) else each.copy()  # noqa: E731
+        first = map_tensors(first, copied, torch.Tensor | numpy.ndarray)  # the next call may change them in place
         if not same(first, self._read([index], seed=1)):
             raise UsageError(
                 f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
                 "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
                 "torch.initial_seed(); change a copy of what you keep; let a stream read by index, as docs/data.md does"
             )
+        return self.one_by_one and next_numbers != _draw()
 
     def _read(self, indices: list[int], seed: int = 0) -> Any:
         """A list of samples, each with its own seed; or what __getitems__ returns, which must not depend on `seed`."""
@@ -138,13 +141,17 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
 
 
+def _draw() -> tuple[float, float, float]:
+    return random.random(), numpy.random.random(), torch.rand(()).item()
+
+
 def _call(function: Callable[[Any], Any], argument: Any, seed: int) -> tuple[Any, bool]:
     """What the function returns, seeded, and whether it draws random numbers."""
     draws = []
     for step in (lambda _: None, function):
         _seed(seed)
         result = step(argument)
-        draws.append((random.random(), numpy.random.random(), torch.rand(()).item()))
+        draws.append(_draw())
     return result, draws[0] != draws[1]
 
 

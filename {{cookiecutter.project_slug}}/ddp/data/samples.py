@@ -17,9 +17,9 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp.core.errors import SetupError, UsageError, UserError
+from ddp.core.errors import SetupError, UsageError, UserError, first_few
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, hooks_of, kind
+from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, classes_of, held_by, hooks_of, kind
 from ddp.data.reader import SeededReader
 from ddp.data.workers import DataWait, Workers, start_workers
 from ddp.distributed.process_group import DistContext
@@ -61,8 +61,22 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
             raise SetupError(f"there are no {part} samples: check --data-dir")
+        _compare_with_training(dataset, found.train, part)
     found.records = _start(_Recorder(_sets(found), config.seed), config)
     return found
+
+
+def _compare_with_training(dataset: Any, train_set: Any, part: str) -> None:
+    """Raise UsageError if a label is another class in this set, or if the training would change what it returns."""
+    ours, theirs = ([str(name) for name in classes_of(each)] for each in (dataset, train_set))
+    if ours and theirs and ours != theirs:
+        what = first_few(sorted(set(ours) ^ set(theirs))) or "their order"
+        raise UsageError(f"the training and the {part} data differ in their `classes`: {what}: give both the same list")
+    inside = [{id(each): each for each in (data, *held_by(data))} for data in (dataset, train_set)]
+    for each in [inside[0][key] for key in inside[0].keys() & inside[1].keys()] if part != PARTS[0] else ():
+        if callable(getattr(each, "set_epoch", None)):
+            shared = f"the training and the {part} data share a {type(each).__name__}, which has set_epoch()"
+            raise UsageError(f"{shared}: give the {part} data a copy, as by copy.copy()")
 
 
 def _sets(datasets: Datasets) -> dict[str, Any]:

@@ -85,20 +85,18 @@ class Workers:
 def _positions() -> dict[str, int]:
     """The position of each regular file that this process can read, by its path and descriptor.
 
-    Not of those to which all writes append, nor of standard input, output and error, which others may use as well.
+    Not of descriptor 0, which a shell script may read as well: workers have none. Nor of what this process writes:
+    files that it appends to, and temporary files without a name, to which its output may go.
     """
     found: dict[str, int] = {}
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError, ValueError):  # it was closed meanwhile
             facts = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()[:2])
-            appends_or_writes = int(facts["flags"], 8) & (os.O_APPEND | os.O_WRONLY)
-            if not appends_or_writes and int(number) > 2 and stat.S_ISREG(os.fstat(int(number)).st_mode):
-                path = os.readlink(f"/proc/self/fd/{number}")
-                found |= (
-                    {}
-                    if path.startswith(("/proc/", "/memfd:"))
-                    else {f"{path} (descriptor {number})": int(facts["pos"])}
-                )
+            flags, path = int(facts["flags"], 8), os.readlink(f"/proc/self/fd/{number}")
+            writes = flags & (os.O_WRONLY | os.O_APPEND) or (flags & os.O_RDWR and path.endswith(" (deleted)"))
+            if number != "0" and not writes and stat.S_ISREG(os.fstat(int(number)).st_mode):
+                skip = path.startswith(("/proc/", "/memfd:"))
+                found |= {} if skip else {f"{path} (descriptor {number})": int(facts["pos"])}
     return found
 
 

@@ -29,6 +29,7 @@ class Meter:
         self.ctx, self.compute_metrics = ctx, compute_metrics
         self.pending: list[Totals] = []  # of batches, on the device, that are not added up yet
         self.pending_numbers = 0  # a confusion matrix holds many
+        self.batches = 0  # in `local`
         self.local: Totals = {}  # on the device, not reduced yet; a list of the lists of each batch
         self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
         self.zeros: Totals | None = None  # the totals that a task has, as zeros and empty lists
@@ -44,7 +45,7 @@ class Meter:
             if isinstance(value, list):
                 value = [entry.item() if isinstance(entry, numpy.generic) else entry for entry in value]
             elif isinstance(value, numpy.ndarray | numpy.generic):
-                value = torch.as_tensor(value)
+                value = torch.tensor(value)  # a copy: the owner may use the array again
             elif not isinstance(value, torch.Tensor | int | float):
                 raise UsageError(f"batch_totals in model.py: {name} is {kind(value)}: return numbers, tensors or lists")
             # Without its graph, which would keep the memory of its step. A norm of split gradients is split as well.
@@ -57,10 +58,12 @@ class Meter:
     def _add_pending(self) -> None:
         """Add many batches in one operation: one by one they would cost a small model a percent of its step."""
         batches, self.pending, self.pending_numbers = self.pending, [], 0
+        before, self.batches = self.batches, self.batches + len(batches)
         for name in dict.fromkeys(chain.from_iterable(batches)):
             values = [batch[name] for batch in batches if name in batch]
             if isinstance(values[0], list):
-                self.local.setdefault(name, []).extend(values)
+                lists = self.local.setdefault(name, [])  # an empty one for a batch without it
+                lists += [[]] * (before - len(lists)) + [batch.get(name, []) for batch in batches]
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
@@ -74,7 +77,7 @@ class Meter:
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
         self._add_pending()
-        local, self.local = map_tensors(self.local, torch.Tensor.cpu), {}
+        local, self.local, self.batches = map_tensors(self.local, torch.Tensor.cpu), {}, 0
         if self.zeros is None:  # a rank without a batch learns from rank 0 what there is to add
             self.zeros = self.ctx.on_main(_zeros, local) or None
         zeros = self.zeros or {}

@@ -196,11 +196,12 @@ class RunLog:
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
         if metrics:
-            epoch = state.epoch + (state.samples_consumed > 0)
-            self._write(epoch, state.step, eval_loader.part, metrics, count=eval_loader.length)
+            work, epoch, step = self.ctx.work, state.epoch + (state.samples_consumed > 0), state.step
+            step += work.in_epoch and work.in_step and work.step == step  # a step was taken that is not counted yet
+            self._write(epoch, step, eval_loader.part, metrics, count=eval_loader.length)
             best = state.best_step == state.step and not self.config.evaluate
             figures = f"{eval_loader.part:<5}  {format_metrics(metrics)}"
-            self._print(epoch, state.step, figures, "(best.pt)" if best else "")
+            self._print(epoch, step, figures, "(best.pt)" if best else "")
 
     def log_epoch(self, train_metrics: Mapping[str, float], metrics: Mapping[str, float], count: int) -> None:
         """Log the end of an epoch: the metrics of training, and those of `count` validation samples. Each may be empty.

@@ -33,10 +33,13 @@ ROUNDING = 32  # units in the last place by which processors may differ after a 
 def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
     """Returns `model`. Raises UsageError or SetupError for options that it or this machine does not support."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
-    if lazy := [name for name, weight in model.named_parameters() if torch.nn.parameter.is_lazy(weight)]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)]:
         raise UsageError(f"{lazy[0]} has no shape before the first batch: run the model once in build_model")
     if config.sync_bn and not gpu:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
+    if not gpu and any(isinstance(part, torch.nn.SyncBatchNorm) for part in model.modules()):
+        raise UsageError("the model has SyncBatchNorm, which needs a GPU: build BatchNorm, and pass --sync-bn there")
     if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -100,6 +103,10 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    sparse = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse and ctx.world_size > 1:  # seen with torch 2.14 and gloo
+        reason = f"the gradient of {sparse[0]} is sparse, and DDP would divide those of other weights twice"
+        raise UsageError(f"{reason}: remove sparse=True, or train with one process")
     group = None  # the default one
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # With the wrapper that DETAIL puts around a group, DDP crashes on CPUs (SIGSEGV, seen with torch 2.15).
@@ -233,8 +240,9 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
         return
     sums, sizes = torch.stack([_sums(each) for each in real.values()]).T.contiguous()
     eps = torch.tensor([torch.finfo(each.dtype).eps for each in real.values()])
-    apart = (sums - ctx.sum(sums.clone()) / ctx.world_size).abs() > ROUNDING * step**0.5 * eps * sizes
-    if (found := ctx.sum(apart.double())).any():
+    both = torch.stack([sums, sizes])  # gradients of a softmax layer add up to 0, so its sum stays
+    apart = (both - ctx.sum(both.clone()) / ctx.world_size).abs() > ROUNDING * step**0.5 * eps * sizes
+    if (found := ctx.sum(apart.any(0).double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "compute a gradient with one backward() of what ddp_model returned, and step on all ranks or on none"
         raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
@@ -251,7 +259,8 @@ class ModelEma:
     """--ema: the average of a model's weights and BatchNorm statistics over steps. `module` has it, for evaluations.
 
     It is kept in float32 or complex64 at least: bfloat16 would round small changes away. Its state_dict has the model's
-    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use.
+    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use. Plain attributes of the model that are
+    numbers or strings are copied before each forward pass of `module`.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -267,6 +276,7 @@ class ModelEma:
         self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
         base = torch.nn.Module.get_extra_state
         self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
+        self.module.register_forward_pre_hook(lambda *_: self._copy_attributes(model))
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
@@ -286,6 +296,12 @@ class ModelEma:
         for name in self.with_extra_state:
             state = model.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
+
+    def _copy_attributes(self, model: torch.nn.Module) -> None:
+        for name, part in model.named_modules():
+            plain = {key: value for key, value in vars(part).items() if isinstance(value, bool | int | float | str)}
+            own = self.module.get_submodule(name)
+            vars(own).update(plain | {"training": own.training})
 
     def state_dict(self) -> dict[str, Any]:
         state, tensors = self.module.state_dict(keep_vars=True), _tensors_of(self.module)
