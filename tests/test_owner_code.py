@@ -615,6 +615,35 @@ def test_the_state_of_a_meter_can_be_read_on_one_rank_alone() -> None:
     assert by_rank(2, read) == [2.0, None]
 
 
+class WithTable(nn.Module):
+    """The gradient of the outputs is that of `last`, and shares its memory with that of `table`."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.last, self.table = nn.Linear(4, 3), nn.Embedding(6, 3, sparse=sparse)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(inputs) + self.table((inputs.mean(1) * 20).long().clamp(0, 5))
+
+
+@fault(54)
+def test_sparse_gradients_leave_those_of_other_weights_alone() -> None:
+    """DDP divides them in place."""
+
+    def gradients(ctx: DistContext) -> list[list[float]]:
+        torch.manual_seed(0)
+        inputs, targets = torch.randn(8, 4), torch.randint(0, 3, (8,))
+        model, alone = WithTable(sparse=True), WithTable(sparse=False)
+        alone.load_state_dict(model.state_dict())
+        wrapped = wrap_model(model, options("--device=cpu"), ctx)
+        F.cross_entropy(wrapped(inputs[ctx.rank :: 2]), targets[ctx.rank :: 2]).backward()
+        F.cross_entropy(alone(inputs), targets).backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        return [(one.grad.to_dense() - other.grad).abs().max().item() for one, other in pairs]  # type: ignore
+
+    assert all(max(apart) < 1e-6 for apart in by_rank(2, gradients))
+
+
 # ---- the average of the weights -------------------------------------------------------------------------------------
 
 

@@ -894,7 +894,6 @@ class Sparse(Layers):
         (Lazy, [], "first.weight has no shape before the first batch: ", "build_model"),
         (LazyStatistics, [], "norm.running_mean has no shape before the first batch: ", "build_model"),
         (Synchronized, [], "the model has SyncBatchNorm, which needs a GPU: ", "--sync-bn"),
-        (Sparse, [], "the gradient of table is sparse, and DDP would divide those of other", "remove sparse=True"),
         (Lazy, ["--shard"], "first.weight has no shape before the first batch: ", "build_model"),
         (OldWeightNorm, ["--ema", 0.9], "the model holds a computed tensor", "parametrizations.weight_norm"),
         (Sparse, ["--shard"], "--shard: the gradient of table is sparse", "remove sparse=True"),

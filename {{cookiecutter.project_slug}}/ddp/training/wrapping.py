@@ -103,10 +103,12 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-    sparse = [name for name, part in model.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse and ctx.world_size > 1:  # seen with torch 2.14 and gloo
-        reason = f"the gradient of {sparse[0]} is sparse, and DDP would divide those of other weights twice"
-        raise UsageError(f"{reason}: remove sparse=True, or train with one process")
+    embeddings: list[Any] = [part for part in model.modules() if getattr(part, "sparse", False) is True]
+    for (
+        part
+    ) in embeddings:  # DDP divides a sparse gradient in place, although that of another weight may share its memory
+        if part.weight.requires_grad:
+            part.weight.register_hook(torch.clone)
     group = None  # the default one
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # With the wrapper that DETAIL puts around a group, DDP crashes on CPUs (SIGSEGV, seen with torch 2.15).
