@@ -325,7 +325,7 @@ def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_
 @pytest.mark.slow
 def test_a_job_that_comes_back_to_an_empty_disk_does_not_train_from_the_start(cluster: Slurm, project: Path) -> None:
     job = cluster.submit(project, "--nodes=1", SCRIPT, "--", *TRAIN, "--output-dir", "disk", OMP_NUM_THREADS="1")
-    job.says("step 10/", timeout=240)
+    job.says("step    10/", timeout=240)
     job.cancel("--batch", "--signal=USR1")
     job.comes_back()
     shutil.rmtree(project / "disk")
@@ -359,7 +359,7 @@ def test_a_signal_to_srun_alone_lets_both_nodes_save_and_is_told_by_its_exit_cod
 ) -> None:
     with cluster.resolving():
         program = cluster.srun(project, "--nodes=2", "--ntasks=2", PYTHON, "main.py", *TRAIN)
-        program.until("step 10/", 240)
+        program.until("step    10/", 240)
         (step,) = cluster.run("squeue", "--steps", "--noheader", "--format=%i").split()
         cluster.run("scancel", "--signal=USR1", step)
         assert program.wait(120) == 75, program.output()

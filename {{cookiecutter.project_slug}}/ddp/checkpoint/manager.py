@@ -180,7 +180,6 @@ class CheckpointManager:
             "weights_of": weights_of_optimizers(self.fields),
         }
         check_parts(self.fields, self._reserved())
-        check_weights(self.fields)
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.fixed = FixedShapes(self.fields)
@@ -193,6 +192,7 @@ class CheckpointManager:
             self._load(content, receive)
         for each in self.ctx.callbacks:
             each.resumed(content)
+        check_weights(self.fields)
         return content.get("path")
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:
