@@ -806,7 +806,7 @@ def test_a_cache_that_is_too_short_is_named(images: Path, tmp_path: Path) -> Non
     cached(images, tmp_path / "cache")
     for path in (tmp_path / "cache").glob("*.npy"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SetupError, match=r"--cache .*: mmap length .*; delete the file if it is damaged"):
+    with pytest.raises(SetupError, match=r"--cache: .*\.npy is damaged \(mmap length .*\): delete it"):
         from_folder(images, "--cache", tmp_path / "cache")
 
 

@@ -46,7 +46,7 @@ class ImageFiles(ImageDataset):
     """
 
     samples: Sequence[tuple[str, int]]
-    whole: Any = None  # of what this is a part, with the fraction, the seed, and 0 for training: see `split`
+    whole: Any = None  # the fraction, the seed, 0 for training, and of what this is a part: see `split`
 
     def __init__(self, folder: Path, transforms: ImageTransforms, may_be_empty: bool = False) -> None:
         try:
@@ -62,7 +62,7 @@ class ImageFiles(ImageDataset):
         """As any ImageDataset, but by the names of the files: if one is removed, no other moves to the other part."""
         train, val = super().split(fraction, seed)
         if val is not None:
-            train.whole, val.whole = (self, fraction, seed, 0), (self, fraction, seed, 1)
+            train.whole, val.whole = (fraction, seed, 0, self), (fraction, seed, 1, self)
             counts = torch.bincount(val._all_targets(), minlength=len(self.classes)).tolist()
             if without := [name for name, count in zip(self.classes, counts, strict=True) if not count]:
                 log.info(f"no image validates of {first_few(without)}")
@@ -76,7 +76,7 @@ class ImageFiles(ImageDataset):
         """Split as the version before did."""
         if self.whole is None:
             return False
-        files, fraction, seed, part = self.whole
+        fraction, seed, part, files = self.whole
         rows = split_by_class(files._all_targets(), fraction, seed)[part]
         self.samples, self.length, self.whole = FileList.of(files.samples).part(rows), len(rows), None
         return True
@@ -177,6 +177,7 @@ class DecodedFiles(ImagesInMemory):
     def __init__(self, files: ImageFiles, cache_dir: Path) -> None:
         names, kind_of = (*HOOKS, "set_epoch", "__getitem__", "__getitems__"), type(files)
         own = [each for each in names if getattr(kind_of, each, None) is not getattr(ImageFiles, each, None)]
+        own = [each for each in own if getattr(type(self), each, None) is getattr(DecodedFiles, each, None)]
         if own := [*own, *vars(files).keys() & set(names)]:
             remedy = "define it in a subclass of DecodedFiles, which data.py then uses in place of it"
             raise UsageError(f"--cache would ignore {own[0]} of {kind_of.__name__}: {remedy}")
@@ -188,9 +189,12 @@ class DecodedFiles(ImagesInMemory):
                 with FileLock(cache_dir / ".lock"):
                     if not path.exists():
                         _decode(files, path)
-            images = torch.from_numpy(numpy.load(path, mmap_mode="c"))  # read when needed, and shared by all processes
-        except (OSError, ValueError) as error:  # ValueError: the file is too short
-            raise SetupError(f"--cache {cache_dir}: {error}; delete the file if it is damaged") from error
+            try:  # it is read when needed, and shared by all processes
+                images = torch.from_numpy(numpy.load(path, mmap_mode="c"))
+            except ValueError as error:
+                raise SetupError(f"--cache: {path} is damaged ({error}): delete it") from error
+        except OSError as error:
+            raise SetupError(f"--cache {cache_dir}: {error}") from error
         super().__init__(images, files._all_targets(), files.classes, files.transforms)
         self.files, self.cache_dir, self.read_size = files, cache_dir, files.read_size
 
@@ -212,8 +216,9 @@ def _cache_key(files: ImageFiles) -> str:
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
-    facts = sorted(item for item in vars(files).items() if isinstance(item[1], int | float | str | tuple))
-    given = [item for item in facts if item[0] != "whole"]
+    plain = int | float | str
+    facts = {key: value if isinstance(value, tuple) else (value,) for key, value in vars(files).items()}
+    given = sorted(item for item in facts.items() if all(isinstance(each, plain) for each in item[1]))
     key.update(f"{digest_contents(FileList.of(files.samples))}{files.transforms.value_range or ''}{given}".encode())
     return key.hexdigest()
 

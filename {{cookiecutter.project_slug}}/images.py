@@ -8,7 +8,7 @@ The datasets augment and normalise whole batches on the device, many times faste
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy
@@ -89,7 +89,7 @@ class ImageDataset(BatchDataset):
     def augment(self, batch: Sequence[Tensor], epoch: int) -> Sequence[Tensor]:
         """Crop and flip the images at random."""
         targets, samples, images = batch
-        _check_targets(targets, self.transforms)
+        _check_targets(targets, images, self.transforms)
         rows = torch.arange(len(images), device=images.device)
         return targets, samples, self._cropped(*self._padded_and_flipped(images), rows, samples, epoch)
 
@@ -115,7 +115,8 @@ class ImageDataset(BatchDataset):
         methods = type(self).prepare, type(self).__getitems__
         if self.read_size is None or any(each.__module__ not in (__name__, "image_files") for each in methods):
             return {"images": None}
-        known = {key: value for key, value in vars(self.transforms).items() if key != "memory_format"}
+        names = [each.name for each in fields(ImageTransforms) if each.name != "memory_format"]
+        known = {name: getattr(self.transforms, name) for name in names}
         return {"images": {**known, "read_size": self.read_size}}
 
     def example_images(self, inputs: Any) -> Tensor | None:
@@ -152,8 +153,9 @@ class ImageDataset(BatchDataset):
         return found.as_strided((len(rows), c, h, w), (length, plane, row, pixel))
 
 
-def _check_targets(targets: Tensor, transforms: ImageTransforms) -> None:
-    if getattr(targets, "ndim", 0) > 2 and (transforms.padding or transforms.flip):
+def _check_targets(targets: Tensor, images: Tensor, transforms: ImageTransforms) -> None:
+    are_masks = getattr(targets, "ndim", 0) > 2 and targets.shape[-2:] == images.shape[-2:]
+    if are_masks and (transforms.padding or transforms.flip):
         remedy = "set padding=0 and flip=0 in data.py, and crop and flip both in an `augment` of your own"
         raise UsageError(
             f"targets of shape {list(targets.shape)} would stay as they are, unlike their images: {remedy}"
@@ -214,9 +216,10 @@ class ImagesInMemory(ImageDataset):
         if len(batch) == 3 or self.images.nbytes > MAX_COPIED_BYTES:
             return super().augment(self._with_images(batch), epoch)
         targets, samples = batch
-        _check_targets(targets, self.transforms)
+        _check_targets(targets, self.images, self.transforms)
         version = 0 if self.images.is_inference() else self.images._version  # a set_epoch may change them
-        same = self._copied_from[0] is self.images and self._copied_from[1:] == (self.transforms, version)
+        images, transforms, then = self._copied_from
+        same = images is self.images and transforms is self.transforms and then == version
         if self._copies is None or not same:  # only for training; takes 2.5 times the memory of the images
             self._copied_from = self.images, self.transforms, version
             copies, pad = self._padded_and_flipped(self.images)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from ddp.core.errors import PeerLost, UsageError, one_line
 from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
 from ddp.distributed.seeds import derive_seed, keep_random_state
-from ddp.distributed.tensors import map_tensors
+from ddp.distributed.tensors import leaves
 
 
 class SeededReader(Dataset):
@@ -55,9 +55,10 @@ class SeededReader(Dataset):
         Returns whether only the first call has drawn random numbers: the first of all may do so, to set up something.
         """
         first, next_numbers = self._read([index]), _draw()
-        copied: Any = lambda each: each.clone() if isinstance(each, torch.Tensor) else each.copy()  # noqa: E731
-        first = map_tensors(first, copied, torch.Tensor | numpy.ndarray)  # the next call may change them in place
-        if not same(first, self._read([index], seed=1)):
+        tensors = [each for each in leaves(first) if isinstance(each, torch.Tensor | numpy.ndarray)]
+        copies = [each.clone() if isinstance(each, torch.Tensor) else each.copy() for each in tensors]
+        second = self._read([index], seed=1)
+        if not (same(first, second) and same(tensors, copies)):  # it may change them in place
             raise UsageError(
                 f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
                 "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "

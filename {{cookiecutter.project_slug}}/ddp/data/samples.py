@@ -67,9 +67,12 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
 
 
 def _compare_with_training(dataset: Any, train_set: Any, part: str) -> None:
-    """Raise UsageError if a label is another class in this set, or if the training would change what it returns."""
+    """Raise UsageError if a label is another class in this set, or if the training would change what it returns.
+
+    A set may have other classes altogether, to measure how embeddings tell them apart.
+    """
     ours, theirs = ([str(name) for name in classes_of(each)] for each in (dataset, train_set))
-    if ours and theirs and ours != theirs:
+    if ours != theirs and set(ours) & set(theirs):
         what = first_few(sorted(set(ours) ^ set(theirs))) or "their order"
         raise UsageError(f"the training and the {part} data differ in their `classes`: {what}: give both the same list")
     inside = [{id(each): each for each in (data, *held_by(data))} for data in (dataset, train_set)]

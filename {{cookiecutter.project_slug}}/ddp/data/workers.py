@@ -55,7 +55,7 @@ class Workers:
     batches: Iterator[Any]  # what they read, in order
     pids: list[int] = field(default_factory=list)
     stacks: IO[bytes] | None = None  # a file to which each worker writes its stack on STACK_SIGNAL
-    positions: dict[str, int] = field(default_factory=dict)  # of the files that were open before they were forked
+    positions: dict[str, Any] = field(default_factory=dict)  # of the files that were open before they were forked
 
     def site(self, pid: int) -> str:
         """What a worker does: `is at data.py:26 (read)`, or `does not respond`; empty if it waits for work."""
@@ -77,26 +77,28 @@ class Workers:
         return f"is at {call_site(stack) or f'{Path(stack[0].filename).name}:{stack[0].lineno} ({stack[0].name})'}"
 
     def shared_file(self) -> str:
-        """A file that was open before the workers were forked, if they have moved its position since."""
+        """A file that was open before the workers were forked, if its position has moved since, and not by a write."""
         now = _positions() if self.positions else {}
-        return next((path for path, position in self.positions.items() if now.get(path, position) != position), "")
+        pairs = {path: (facts, now[path]) for path, facts in self.positions.items() if path in now}
+        return next((path for path, (one, two) in pairs.items() if one[0] != two[0] and one[1:] == two[1:]), "")
 
 
-def _positions() -> dict[str, int]:
+def _positions() -> dict[str, tuple[int, int, int]]:
     """The position of each regular file that this process can read, by its path and descriptor.
 
-    Not of descriptor 0, which a shell script may read as well: workers have none. Nor of what this process writes:
-    files that it appends to, and temporary files without a name, to which its output may go.
+    After it the size and the time of the file, if this process can write it as well. Not of descriptor 0, which a shell
+    script may read as well: workers have none.
     """
-    found: dict[str, int] = {}
+    found = {}
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError, ValueError):  # it was closed meanwhile
             facts = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()[:2])
-            flags, path = int(facts["flags"], 8), os.readlink(f"/proc/self/fd/{number}")
-            writes = flags & (os.O_WRONLY | os.O_APPEND) or (flags & os.O_RDWR and path.endswith(" (deleted)"))
-            if number != "0" and not writes and stat.S_ISREG(os.fstat(int(number)).st_mode):
-                skip = path.startswith(("/proc/", "/memfd:"))
-                found |= {} if skip else {f"{path} (descriptor {number})": int(facts["pos"])}
+            mode, about = int(facts["flags"], 8) & os.O_ACCMODE, os.fstat(int(number))
+            if mode != os.O_WRONLY and number != "0" and stat.S_ISREG(about.st_mode):
+                path = os.readlink(f"/proc/self/fd/{number}")
+                written = (about.st_size, about.st_mtime_ns) if mode == os.O_RDWR else (0, 0)
+                if not path.startswith(("/proc/", "/memfd:")):
+                    found[f"{path} (descriptor {number})"] = int(facts["pos"]), *written
     return found
 
 

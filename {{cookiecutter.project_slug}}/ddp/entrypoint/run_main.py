@@ -105,11 +105,13 @@ def spawn(main: Main, config: RunConfig, nproc: int) -> int:
         arguments = (main, config, nproc, f"file://{folder}/rendezvous", os.getpid())
         resource_tracker.ensure_running()  # which unblocks signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # in each rank, until it listens to them
-        context = mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False)
-        signals.processes = context.processes
-        if signals.first is not None:
-            signals.on_first()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            context = mp.spawn(_run_spawned, arguments, nprocs=nproc, join=False)
+            signals.processes = context.processes
+            if signals.first is not None:
+                signals.on_first()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = join(context, signals)
         for path in config.output_dirs():
             correct_status(path, context.pids(), code, "a process was killed")

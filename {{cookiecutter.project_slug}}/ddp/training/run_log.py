@@ -196,10 +196,11 @@ class RunLog:
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
         if metrics:
-            work, epoch, step = self.ctx.work, state.epoch + (state.samples_consumed > 0), state.step
+            work, step = self.ctx.work, state.step
             step += work.in_epoch and work.in_step and work.step == step  # a step was taken that is not counted yet
+            epoch = state.epoch + (state.samples_consumed > 0 or step > state.step)
             self._write(epoch, step, eval_loader.part, metrics, count=eval_loader.length)
-            best = state.best_step == state.step and not self.config.evaluate
+            best = state.best_step == step and not self.config.evaluate
             figures = f"{eval_loader.part:<5}  {format_metrics(metrics)}"
             self._print(epoch, step, figures, "(best.pt)" if best else "")
 

@@ -38,7 +38,8 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
         raise UsageError(f"{lazy[0]} has no shape before the first batch: run the model once in build_model")
     if config.sync_bn and not gpu:
         raise UsageError("--sync-bn needs a GPU: torch has no SyncBatchNorm for the CPU; remove it")
-    if not gpu and any(isinstance(part, torch.nn.SyncBatchNorm) for part in model.modules()):
+    synchronized = any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in model.modules())
+    if synchronized and not gpu and not config.evaluate:
         raise UsageError("the model has SyncBatchNorm, which needs a GPU: build BatchNorm, and pass --sync-bn there")
     if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
@@ -103,11 +104,11 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     # After its first step DDP reorders its buckets, and with them the order in which more than two ranks add gradients:
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-    embeddings: list[Any] = [part for part in model.modules() if getattr(part, "sparse", False) is True]
+    embeddings = [part for part in model.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)]
     for (
         part
     ) in embeddings:  # DDP divides a sparse gradient in place, although that of another weight may share its memory
-        if part.weight.requires_grad:
+        if part.sparse and part.weight.requires_grad:
             part.weight.register_hook(torch.clone)
     group = None  # the default one
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -261,8 +262,7 @@ class ModelEma:
     """--ema: the average of a model's weights and BatchNorm statistics over steps. `module` has it, for evaluations.
 
     It is kept in float32 or complex64 at least: bfloat16 would round small changes away. Its state_dict has the model's
-    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use. Plain attributes of the model that are
-    numbers or strings are copied before each forward pass of `module`.
+    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use. Plain attributes stay as they were.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -278,7 +278,7 @@ class ModelEma:
         self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
         base = torch.nn.Module.get_extra_state
         self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
-        self.module.register_forward_pre_hook(lambda *_: self._copy_attributes(model))
+        self.model, self.plain = model, _plain_attributes(model)
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
@@ -299,13 +299,12 @@ class ModelEma:
             state = model.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
-    def _copy_attributes(self, model: torch.nn.Module) -> None:
-        for name, part in model.named_modules():
-            plain = {key: value for key, value in vars(part).items() if isinstance(value, bool | int | float | str)}
-            own = self.module.get_submodule(name)
-            vars(own).update(plain | {"training": own.training})
-
     def state_dict(self) -> dict[str, Any]:
+        now = _plain_attributes(self.model)
+        for name in [name for name, value in self.plain.items() if now.get(name, value) != value][:1]:
+            change = f"{name} of the model was {self.plain[name]}, is {now[name]}; its average keeps the first value"
+            log.info(f"warning: --ema: {change}: make it a buffer, if it is used in an evaluation")  # on rank 0
+            self.plain = {}  # once
         state, tensors = self.module.state_dict(keep_vars=True), _tensors_of(self.module)
         averages = {id(tensors[name]): self.averages[name] for name in self.rounded}  # also for tied weights
         for key, value in state.items():
@@ -316,6 +315,16 @@ class ModelEma:
         self.module.load_state_dict(state)
         for name in self.rounded:
             self.averages[name].copy_(state[name])
+
+
+def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """Numbers and strings that no checkpoint holds, by name."""
+    return {
+        f"{prefix}.{name}".strip("."): value
+        for prefix, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str) and name != "training"
+    }
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
