@@ -26,7 +26,7 @@ import model
 from ddp.data import samples
 from ddp.data.dataset import Datasets
 from ddp.data.loader import EvalLoader
-from ddp.data.workers import _positions
+from ddp.data.workers import Workers, _positions
 from ddp.training.run import Run
 from faults import fault
 from processes import Ranks, on_ranks, start, train
@@ -347,9 +347,14 @@ def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(
 
     def positions(_: Any) -> list[str]:
         os.dup2(os.open(tmp_path / "list", os.O_RDONLY), 0)
-        with open(tmp_path / "list", "a+") as log, TemporaryFile("w+") as output:
-            assert log.tell() == 3 and output.tell() == 0
-            return [path for path in _positions() if "list" in path or "deleted" in path]
+        for output in (open(tmp_path / "log", "a+b", 0), TemporaryFile("w+b", 0)):  # noqa: SIM115
+            workers = Workers(iter(()), positions=_positions())
+            output.write(b"line")
+            assert workers.shared_file() == ""
+            workers.positions = _positions()
+            output.seek(0)
+            assert workers.shared_file().startswith(os.readlink(f"/proc/self/fd/{output.fileno()}"))
+        return [path for path in _positions() if "list" in path]
 
     ((one,),) = on_ranks(1, positions)
     assert one.startswith(f"{tmp_path}/list (descriptor ") and not one.endswith("r 0)")
