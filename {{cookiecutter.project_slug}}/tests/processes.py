@@ -78,7 +78,7 @@ class Ranks:
         for pid in self.pids[len(self.codes) :]:
             os.kill(pid, number)
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self, timeout: float = 240) -> list[int]:
         """The exit codes by rank; -N for a rank that signal N killed.
 
         Raises TimeoutError, and kills all ranks, if one still runs after `timeout` seconds.
