@@ -105,9 +105,8 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
     # a resumed run would add in another order than an uninterrupted one. find_unused_parameters=True prevents that.
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     embeddings = [part for part in model.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)]
-    for (
-        part
-    ) in embeddings:  # DDP divides a sparse gradient in place, although that of another weight may share its memory
+    for part in embeddings:
+        # DDP divides a sparse gradient in place, although that of another weight may share its memory.
         if part.sparse and part.weight.requires_grad:
             part.weight.register_hook(torch.clone)
     group = None  # the default one
@@ -124,21 +123,28 @@ def _replicate(model: torch.nn.Module, config: RunConfig, ctx: DistContext, task
         gradient_as_bucket_view=True,
         find_unused_parameters=config.deterministic or getattr(task, "FIND_UNUSED_PARAMETERS", False),
     )
-    _broadcast_buffers_that_are_read(ddp_model, model)
+    _look_before_each_pass(ddp_model, model)
     report_unused_weights(model, ddp_model)
-    _refuse_unfrozen_weights(ddp_model, model)
     return ddp_model
 
 
-def _broadcast_buffers_that_are_read(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Let DDP send rank 0's buffers to all ranks before a training pass only if a rank reads them there."""
-    are_read = reads_buffers(model)
+def _look_before_each_pass(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Let DDP send rank 0's buffers to all ranks before a training pass only if a rank reads them there.
 
-    def choose(*_: Any) -> None:
+    Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began.
+    """
+    are_read = reads_buffers(model)
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+
+    def look(*_: Any) -> None:
+        for name, weight in frozen.items():
+            if weight.requires_grad:
+                remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
+                raise UsageError(f"{name} was unfrozen after wrap_model, so no rank would average it: {remedy}")
         if ddp_model.broadcast_buffers != (read := are_read()):  # slow to set: it is an attribute of a module
             ddp_model.broadcast_buffers = read
 
-    ddp_model.register_forward_pre_hook(choose)
+    ddp_model.register_forward_pre_hook(look)
 
 
 def reads_buffers(model: torch.nn.Module) -> Callable[[], bool]:
@@ -204,20 +210,6 @@ def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
 
     if frozen:
         register_optimizer_step_pre_hook(check)
-
-
-def _refuse_unfrozen_weights(ddp_model: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Raise UsageError if a frozen weight is trained later: DDP averages only those that were trained when it began."""
-    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
-
-    def check(*_: Any) -> None:
-        for name, weight in frozen.items():
-            if weight.requires_grad:
-                remedy = "unfreeze it before wrap_model, and keep its learning rate at 0 until then"
-                raise UsageError(f"{name} was unfrozen after wrap_model, so no rank would average it: {remedy}")
-
-    if frozen:
-        ddp_model.register_forward_pre_hook(check)
 
 
 def weights_of(optimizer: Any) -> list[torch.Tensor]:
