@@ -175,6 +175,32 @@ def test_a_scheduler_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert "'A schedule of your own' in docs/recipes.md" in error
 
 
+@fault(55)
+@pytest.mark.parametrize("field", [True, False])
+def test_a_second_optimizer_may_have_a_scheduler_of_torch(
+    field: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a field of Training, so that a checkpoint holds it: a run that resumes goes on with the same rate."""
+    kind = make_dataclass("Training", [("second", Any), ("halving", Any)], bases=(main.Training,))
+
+    def build(network: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
+        second = torch.optim.SGD(list(network.parameters())[:1], lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
+        optimizer.register_step_post_hook(lambda *_: (second.step(), scheduler.step()))
+        return kind(network, optimizer, *rest, second, scheduler if field else None)
+
+    monkeypatch.setattr(main, "Training", build)
+    options = [*OPTIONS, "--output-dir", tmp_path, "--max-steps"]
+    if not field:
+        error = the_error(train(1, *options, 2, code=2))
+        assert error.startswith("error: a scheduler of torch sets the rate of Training.second in main.py, and no chec")
+        return
+    for steps in (2, 4):
+        train(1, *options, steps)
+    saved = torch.load(tmp_path / "checkpoints/step_00000004.pt", weights_only=True)
+    assert saved["second"]["param_groups"][0]["lr"] == 1e-3 * 0.5**4
+
+
 def test_a_field_without_a_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_field(monkeypatch, lambda optimizer: [1])
     error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))

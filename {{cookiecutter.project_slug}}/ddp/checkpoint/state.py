@@ -50,11 +50,13 @@ class TrainState:
 
 def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
     """Raise UsageError for a field of Training that no checkpoint can hold, or that would have no effect."""
+    schedules = [part for part in parts.values() if hasattr(part, "start_step")]
     for name, part in parts.items():
         what = f"Training.{name} in main.py ({type(part).__name__})"
         if name in reserved:
             raise UsageError(f"Training.{name} in main.py: checkpoints use that name; rename the field")
-        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        is_of_torch = isinstance(part, torch.optim.lr_scheduler.LRScheduler)
+        if is_of_torch and any(each.optimizer is part.optimizer for each in schedules):
             remedy = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
             raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -62,9 +64,9 @@ def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
 
 
 def check_weights(parts: Mapping[str, Any]) -> None:
-    """Raise UsageError for an optimizer of torch that trains a weight which no field of Training would save.
+    """Raise UsageError for an optimizer of torch with a weight, or with a scheduler, that no field of Training saves.
 
-    Another optimizer, or a field of the owner, may save weights itself.
+    Another optimizer, or a field of the owner, may save them itself.
     """
     others = [part for part in parts.values() if not isinstance(part, torch.nn.Module | torch.optim.Optimizer)]
     if all(type(part).__module__.partition(".")[0] in ("torch", "ddp") for part in others):
@@ -72,6 +74,10 @@ def check_weights(parts: Mapping[str, Any]) -> None:
             if None in dict(weights) and type(parts[name]).__module__.startswith("torch."):
                 remedy = "add the model that has it as a field, or make it an nn.Parameter of one"
                 raise UsageError(f"Training.{name} in main.py trains a weight that no checkpoint would hold: {remedy}")
+            followed = any(getattr(part, "optimizer", None) is parts[name] for part in others)
+            if hasattr(parts[name].step, "_wrapped_by_lr_sched") and not followed:  # torch marks it
+                what = f"a scheduler of torch sets the rate of Training.{name} in main.py"
+                raise UsageError(f"{what}, and no checkpoint would hold it: add it as a field of Training")
 
 
 def check_fields(training: Any, parts: Mapping[str, Any]) -> None:
