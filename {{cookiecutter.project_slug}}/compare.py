@@ -1,6 +1,7 @@
 """How two runs differ, bit for bit: in their newest checkpoints and in metrics.jsonl. For rehearse.py and tests."""
 
 import json
+import math
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.core.parts import of_parts
-from ddp.distributed.tensors import digest, named_leaves, whole_tree
+from ddp.distributed.tensors import digest, named_leaves, whole, whole_tree
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
 OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint
@@ -56,3 +57,42 @@ def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
         where = f"metrics.jsonl: {line['split']} of step {line['step']}:"
         entries |= {f"{where} {name}": value for name, value in line.items() if name not in SPEEDS}
     return entries
+
+
+def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:
+    """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank."""
+    state: dict[str, torch.Tensor] = {}
+    for number, model in enumerate(models):
+        for kind, pairs in (("weights", model.named_parameters()), ("buffers", model.named_buffers())):
+            state |= {f"{kind}.{number}.{name}": whole(value).detach() for name, value in pairs}
+    ctx.on_main(torch.save, state, path)
+
+
+def update_differences(one: Path, other: Path, limit: float) -> tuple[float, list[str]]:
+    """By which part of its update the state of two runs differs, at most; and a text, if that is above `limit`.
+
+    Both directories have files of save_state: step_0.pt, and those of later steps.
+    """
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in one.glob("step_*.pt"))
+    before, largest = torch.load(one / "step_0.pt"), 0.0
+    for step in steps[1:]:
+        first, second = (torch.load(folder / f"step_{step}.pt") for folder in (one, other))
+        for kind in ("weights.", "buffers."):
+            names = [name for name in first if name.startswith(kind)]
+            apart = {name: _distance(first[name], second.get(name)) for name in names}
+            update = math.hypot(*(_distance(first[name], before.get(name)) for name in names))
+            if not update and kind == "weights." and step == steps[-1]:
+                return largest, [f"no weight changed in {step} steps"]
+            part = math.hypot(*apart.values()) / (update or 1.0)
+            largest = max(largest, part)
+            if not part <= limit:  # also NaN
+                name = max(apart, key=lambda name: apart[name]).split(".", 2)[2]
+                return largest, [f"{name} and others differ by {part:.2g} of the update of step {step}"]
+    return largest, []
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor | None) -> float:
+    if other is None or one.shape != other.shape:
+        return math.inf
+    apart = torch.where(one == other, 0.0, one.to(torch.complex128) - other)  # equal values may be infinite
+    return torch.linalg.vector_norm(apart).item()

@@ -1,6 +1,6 @@
 """Prove that this project, with your edits, resumes and evaluates exactly: after an edit, and before a long run.
 
-    python rehearse.py [--nproc 2] [--steps 8] -- OPTIONS of main.py
+    python rehearse.py [--steps 8] -- OPTIONS of main.py (default: --nproc 2)
 
 In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
 epoch, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at once;
@@ -19,28 +19,29 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Subset
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
-from compare import differences, metrics_lines, newest
+from compare import differences, metrics_lines, newest, save_state, update_differences
 from config import Config
 from ddp.checkpoint.state import weights_of_optimizers
-from ddp.core.errors import ExitCode, UserError, one_line, plural
+from ddp.core.errors import ExitCode, Stopped, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
+from ddp.core.signals import SignalHandler
 from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader, hand_over, same
 from ddp.data.sampler import Shuffled
 from ddp.data.workers import start_workers
 from ddp.distributed.tensors import map_tensors
-from ddp.distributed.tensors import whole as whole_tensor
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
 
@@ -48,7 +49,7 @@ Start = Callable[[Any, Config, int], int]  # runs a main function on a number of
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
 READ_AT_ONCE = 64  # samples of each set
-COMPARED = (1, 3)  # steps after which the weights of different divisions are compared
+COMPARED = (1, 3)  # steps after which the states of different divisions are compared, besides the ends of epochs
 LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
 KEEP = [
     "state that no checkpoint holds: use a buffer, the optimizer's state_dict(), or a field of Training in main.py",
@@ -65,6 +66,7 @@ DIVIDE = [
     "a loss that is a mean over tokens, nodes or weights, and not over samples: define loss_terms in model.py",
     "a buffer or another state that changes in each forward pass, or on one rank: see 'A queue' in docs/recipes.md",
     "random numbers of random or numpy in the model or the loss: use those of torch",
+    "a gradient that is kept over the next backward pass, which overwrites it: clone it",
     "a loss that compares the samples of a batch: write LOSS_COMPARES_SAMPLES = True in model.py to skip this check",
 ]
 
@@ -122,10 +124,6 @@ def whole_run(killed_in: int, folder: Path) -> None:
     patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
 
 
-def models_of(training: Any) -> list[torch.nn.Module]:
-    return [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
-
-
 # ---- the same global batch, divided ---------------------------------------------------------------------------------
 
 
@@ -146,35 +144,30 @@ class Constants(TorchDispatchMode):
         return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
 
 
-def one_update(dtype: str, plain: bool, folder: Path) -> None:
-    """Patch a run that writes its weights before and after steps, and ends. `dtype`: of weights and inputs.
+def divided_run(dtype: str, plain: bool, folder: Path) -> None:
+    """Patch a run that saves its state before and after some steps of two epochs. `dtype`: of weights and inputs.
 
     plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
-    batches, resume, advance, constants = TrainLoader._batches, Run.resume, Run.advance, Constants()
-    by_design: dict[str, bool] = {}
+    init_ddp, resume, advance = DistributedDataParallel.__init__, Run.resume, Run.advance
+    constants, by_design = Constants(), dict[str, bool]()
 
-    def cast_batches(loader: Any, *where: int) -> Iterator[Any]:
-        by_design["mix"] = type(loader.hooks).mix is not BatchDataset.mix
-        if plain:
-            patch.multiple(type(loader.hooks), mix=BatchDataset.mix).start()
-        for batch in batches(loader, *where):
-            yield map_tensors(batch, lambda each: each.to(getattr(torch, dtype)) if each.is_floating_point() else each)
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
     def write(run: Any) -> None:
-        weights = {f"{number}.{name}": whole_tensor(weight).detach() for number, name, weight in run.weights}
-        run.ctx.on_main(torch.save, weights, folder / f"weights_{run.state.step}.pt")
+        save_state(run.models, folder / f"step_{run.state.step}.pt", run.ctx)
         run.ctx.on_main((folder / "by_design").write_text, json.dumps([text for text in by_design if by_design[text]]))
 
     def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
-        models = models_of(training)
-        run.weights = [(i, name, weight) for i, model in enumerate(models) for name, weight in model.named_parameters()]
-        norms = [part for model in models for part in model.modules() if "BatchNorm" in type(part).__name__]
-        by_design["BatchNorm"] = bool(norms)
+        run.models = [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
+        norms = [part for model in run.models for part in model.modules() if hasattr(part, "running_mean")]
+        by_design.update({"BatchNorm": bool(norms), "mix": type(train_loader.hooks).mix is not BatchDataset.mix})
         write(run)
         if plain:
+            patch.multiple(type(train_loader.hooks), mix=BatchDataset.mix).start()
             for norm in norms:
                 patch.object(norm.eval(), "train", lambda mode=True, norm=norm: norm).start()
             constants.__enter__()
@@ -182,33 +175,23 @@ def one_update(dtype: str, plain: bool, folder: Path) -> None:
     def advance_and_write(run: Any) -> None:
         by_design["random numbers"] = constants.drawn
         advance(run)
-        if run.state.step in COMPARED:
+        complete = run._epoch_is_complete()
+        if complete or run.state.step in COMPARED:
             write(run)
-        if run.state.step == max(COMPARED) or run._epoch_is_complete():
+        if complete and run.state.epoch == 1:
             os._exit(0)
 
-    patch.multiple(TrainLoader, _batches=cast_batches).start()
+    def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
+        # The next backward pass does not overwrite gradients of the undivided run: as without DDP.
+        init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": "undivided" not in folder.name})
+
+    for loader, method in ((TrainLoader, "_batches"), (EvalLoader, "__iter__")):
+        read = getattr(loader, method)
+        patch.object(
+            loader, method, lambda *where, read=read: (map_tensors(each, cast) for each in read(*where))
+        ).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
-
-
-def update_differences(one: Path, other: Path, limit: float) -> tuple[float, list[str]]:
-    """By which part of the update the weights of two runs differ, at most; and a text, if that is above `limit`."""
-    before, largest = torch.load(one / "weights_0.pt"), 0.0
-    for step in COMPARED:
-        files = [folder / f"weights_{step}.pt" for folder in (one, other)]
-        if not all(file.exists() for file in files):  # the run was too short
-            break
-        first, second = map(torch.load, files)
-        apart = {name: (second[name].double() - weight.double()).norm().item() for name, weight in first.items()}
-        update = math.hypot(*((weight.double() - before[name].double()).norm() for name, weight in first.items()))
-        if not update and step == max(COMPARED):
-            return largest, [f"no weight changed in {step} steps"]
-        part = math.hypot(*apart.values()) / (update or 1.0)
-        largest = max(largest, part)
-        if not part <= limit:  # also NaN
-            name = max(apart, key=lambda name: apart[name]).partition(".")[2]
-            return largest, [f"{name} and others differ by {part:.2g} of the update of step {step}"]
-    return largest, []
+    patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
 
 
 # ---- the checks -----------------------------------------------------------------------------------------------------
@@ -217,7 +200,7 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
 class Rehearsal:
     """The runs of a rehearsal, each in its own folder. `start`: runs a main function on a number of processes."""
 
-    def __init__(self, config: Config, nproc: int, folder: Path, start: Start = spawn, steps: int = STEPS) -> None:
+    def __init__(self, config: Config, nproc: int, folder: Path, start: Start, steps: int = STEPS) -> None:
         config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
         config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
         config.rehearse()
@@ -229,11 +212,11 @@ class Rehearsal:
         output_dir = self.folder / name
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # what the ranks print goes to a file
             main, config = partial(rehearsed_main, self.steps, inside), replace(self.config, **changes)
-            ended = self.start(main, replace(config, output_dir=str(output_dir)), nproc or self.nproc)
-        if code not in (None, ended):
+            self.code = self.start(main, replace(config, output_dir=str(output_dir)), nproc or self.nproc)
+        if code not in (None, self.code):
             lines = (output_dir / "output").read_text().splitlines()
             print("\n".join([line for line in lines if line.startswith("error: ")] or lines[-30:]))
-            raise UserError(f"a run ended with exit code {ended}; what it printed is in {output_dir}/output")
+            raise UserError(f"a run ended with exit code {self.code}; what it printed is in {output_dir}/output")
         return output_dir
 
     def checks(self) -> Iterator[Check]:
@@ -304,13 +287,13 @@ class Rehearsal:
             return
         half, dtype = max(1, self.config.batch_size // 2), "float64"
         one = self.divided("undivided float64", dtype, batch_size=2 * half, code=None)
-        if not (one / "weights_1.pt").exists():  # a part of the task asks for float32
+        if self.code != 0:  # a part of the task asks for float32
             one = self.divided("undivided", dtype := "float32", batch_size=2 * half)
         ways: dict[str, Any] = {"2 passes": {"grad_accum_steps": 2}}
         if not torch.cuda.is_available() or torch.cuda.device_count() > 1:
             ways["2 processes"] = {"nproc": 2}
         for way, how in ways.items():
-            name = f"{2 * half} samples in {way}: the weights of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
+            name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found = update_differences(one, self.divided(way, dtype, batch_size=half, **how), LIMITS[dtype])
             if found:
                 plain = self.divided("undivided plain", dtype, True, batch_size=2 * half)
@@ -323,7 +306,19 @@ class Rehearsal:
     def divided(self, name: str, dtype: str, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
         changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False}
         changes = {"grad_accum_steps": 1, "checkpoint_every": None} | changes
-        return self.run(name, partial(one_update, dtype, plain), nproc, **changes)
+        return self.run(name, partial(divided_run, dtype, plain), nproc, **changes)
+
+
+def stop(*_: Any) -> NoReturn:
+    """What a signal does between the runs."""
+    raise Stopped("stopped: this rehearsal proves nothing")
+
+
+def spawn_or_stop(main: Any, config: Config, nproc: int) -> int:
+    """`spawn`, which has its own handlers of signals. Raises Stopped if it was stopped, or told to quit."""
+    code = spawn(main, config, nproc)
+    SignalHandler().install(stop)
+    return code if code < ExitCode.STOPPED else stop()
 
 
 def rehearse() -> int:
@@ -333,16 +328,21 @@ def rehearse() -> int:
     ours, words = parser.parse_known_args()
     config = Config.parse([word for word in words if word != "--"])
     folder, failed = Path(tempfile.mkdtemp(prefix="rehearsal-")), False
-    for name, found, causes in Rehearsal(config, config.nproc or 2, folder, steps=ours.steps).checks():
-        failed |= bool(found)
-        print(f"{'FAILED' if found else 'ok':6}  {name}", flush=True)
-        first_metric = next((each for each in found[1:] if each.startswith("metrics")), None)
-        for line in [*found[:1], first_metric, "usual causes:", *causes] if found else ():
-            print(f"        {line}" if line else "", flush=True)
-    if not failed:
+    try:
+        for name, found, causes in Rehearsal(config, config.nproc or 2, folder, spawn_or_stop, ours.steps).checks():
+            failed |= bool(found)
+            print(f"{'FAILED' if found else 'ok':6}  {name}", flush=True)
+            first_metric = next((each for each in found[1:] if each.startswith("metrics")), None)
+            for line in [*found[:1], first_metric, "usual causes:", *causes] if found else ():
+                print(f"        {line}" if line else "", flush=True)
+    except Stopped:
         shutil.rmtree(folder)
-    exact = "exact: a run of this project resumes and evaluates as if it was never interrupted"
-    print(f"\nnot exact; what the runs printed and wrote is in {folder}" if failed else f"\n{exact}")
+        raise
+    if failed:
+        print(f"\nnot exact; what the runs printed and wrote is in {folder}")
+    else:
+        shutil.rmtree(folder)
+        print("\nexact: a run of this project resumes and evaluates as if it was never interrupted")
     return int(failed)
 
 
