@@ -413,7 +413,7 @@ def test_where_no_whole_epoch_is_known_the_line_names_its_first_step(
     monkeypatch.setattr(main.task, "batch_totals", lambda *batch: {**batch_totals(*batch), "all": [0] * len(batch[2])})
     options = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 32, "--log-every", 15]
     output = train(1, *options, "--output-dir", tmp_path)
-    assert re.search(r"step 20/20  train since step 16  loss .*  best val  loss ", output), output
+    assert re.search(r"step 20/20  train since step 16  loss .*  val \(best\)  loss ", output), output
     assert lines(tmp_path, "train_epoch") == []
     (line,) = [line for line in lines(tmp_path, "train") if line["step"] == 20]
     assert line["first_step"] == 16 and f"train since step 16  loss {line['loss']:.4f}" in output

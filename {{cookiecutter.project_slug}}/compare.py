@@ -60,11 +60,16 @@ def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:
-    """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank."""
+    """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank.
+
+    Buffers are sorted: a queue may hold the samples of a step in another order.
+    """
     state: dict[str, torch.Tensor] = {}
     for number, model in enumerate(models):
-        for kind, pairs in (("weights", model.named_parameters()), ("buffers", model.named_buffers())):
-            state |= {f"{kind}.{number}.{name}": whole(value).detach() for name, value in pairs}
+        state |= {f"weights.{number}.{name}": whole(value).detach() for name, value in model.named_parameters()}
+        for name, value in model.named_buffers():
+            real = torch.view_as_real(whole(value)) if value.is_complex() else whole(value)
+            state[f"buffers.{number}.{name}"] = real.flatten().sort().values
     ctx.on_main(torch.save, state, path)
 
 

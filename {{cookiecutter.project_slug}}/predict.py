@@ -1,4 +1,4 @@
-"""The most likely classes of image files, by a trained model. If your data are not images, delete this file.
+"""Classify image files with a trained model.
 
 python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
 """
@@ -52,6 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", help="classes to print for each image", type=number(int, 1), default=3)
     given = parser.parse_args(words)
 
+    if missing := [str(path) for path in given.images if not path.is_file()]:
+        raise UsageError(f"there is no file {missing[0]}")
     content, config = load_checkpoint(given.checkpoint, Config)
     description = content["dataset"]
     if not description["classes"] or not description.get("images") or "model" not in content:

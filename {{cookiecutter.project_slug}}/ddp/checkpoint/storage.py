@@ -74,9 +74,8 @@ def link(source: Path, path: Path) -> None:
 
     No checkpoint is ever changed in place, so a link is as good as a copy.
     """
-    tmp_path = path.with_name(
-        f"{path.name}.link{TMP_PATTERN[1:]}"
-    )  # not the name that atomic_write would open and truncate
+    # Not the name that atomic_write would open and truncate.
+    tmp_path = path.with_name(f"{path.name}.link{TMP_PATTERN[1:]}")
     try:
         os.link(source, tmp_path)
     except OSError:  # not on exFAT, on some network file systems, or between two file systems

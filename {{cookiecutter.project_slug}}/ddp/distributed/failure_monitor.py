@@ -59,7 +59,6 @@ class FailureMonitor:
         self.state, self.not_running = State.RUNNING, threading.Event()
         self.found: PeerFailed | PeerLost | None = None  # by the thread: why this rank must exit although it is fine
         self.cause: BaseException | None = None  # of the exit, once it is resolved
-        self.ends_since = time.monotonic()  # when the run was not known to end
         self.reason = ""  # gloo's or NCCL's message, once a collective broke
         self.reachable = True  # the store; False once its host is gone
         self.stop_sync = StopSync()  # until the ranks are connected: then that of their device
@@ -145,14 +144,6 @@ class FailureMonitor:
         end, keys = time.monotonic() + seconds, [f"done/{other}" for other in self.others]
         while self.env.hosts_store and not self.store.check(keys) and time.monotonic() < end:
             time.sleep(FAST_POLL_INTERVAL_S)
-
-    def raise_if_lost(self, ranks: Callable[[], list[int]]) -> None:
-        """Raise why the run ends, if one of `ranks()` has had time to learn that it does, and has not."""
-        cause, late = self.cause or self.found, time.monotonic() > self.ends_since + RESPONSE_TIMEOUT_S
-        if cause is None:
-            self.ends_since = time.monotonic()
-        elif late and not all(self.store.check([f"done/{rank}"]) for rank in ranks()):
-            raise cause
 
     def _enter(self, state: State) -> None:
         self.state = state

@@ -35,8 +35,8 @@ AS_IT_IS: ForTensor = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
 MANY_RANKS = 256  # from here on, gloo connects two of them when they need it, and not all pairs at the start
 NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
-# Groups are not freed before the process exits: with torch 2.6 that waits for gloo's threads, while one of them, which
-# frees a tensor of the last collective, may wait for the interpreter's lock, which this thread holds.
+# Groups are not freed before the process exits. That waits for gloo's threads, while one of them, which frees a tensor
+# of the last collective, may wait for the interpreter's lock, which this thread holds (seen with torch 2.6).
 _groups: list[Any] = []
 
 

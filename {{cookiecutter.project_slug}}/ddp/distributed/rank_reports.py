@@ -163,7 +163,7 @@ def collective_count(*devices: torch.device) -> int:
 
 
 def find_mismatch(reports: Reports, *, in_number: bool = False) -> str:
-    """`rank 0 called barrier at main.py:79, but rank 1 called all_reduce at main.py:89`; empty if they are alike.
+    """`rank 0 called barrier at main.py:109, but rank 1 called all_reduce at main.py:110`; empty if they are alike.
 
     Begins with alike calls from different lines. They are a mistake only if a later call differs, or the number of
     calls: `in_number`.
@@ -200,7 +200,7 @@ def _list_calls(calls: dict[int, Collective]) -> str:
 
 
 def where_ranks_are(reports: Reports) -> str:
-    """`rank 0 has waited 30 s at main.py:79 (barrier); rank 1 is at main.py:65`."""
+    """`rank 0 has waited 30 s at main.py:109 (barrier); rank 1 is at main.py:107`."""
     parts = []
     groups = _group({rank: (report.waited_s == 0, report.site or "?") for rank, report in reports.items()})
     for (busy, site), ranks in sorted(groups.items(), key=lambda group: group[0][0]):  # those that wait come first

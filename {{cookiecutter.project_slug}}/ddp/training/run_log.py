@@ -216,7 +216,7 @@ class RunLog:
             self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1, **gpu)
         if metrics:
             self._write(epoch, state.step, "val", metrics, count=count)
-            shown += ["best val" if state.best_step == state.step else "val", format_metrics(metrics)]
+            shown += ["val (best)" if state.best_step == state.step else "val", format_metrics(metrics)]
         if self.logged_moment.step > self.epoch_moment.step:
             rates = self.epoch_moment.rates(self.logged_moment, self.loader.global_batch)
             shown.append(f"{rates['samples_per_s']:,.0f} samples/s")

@@ -239,7 +239,7 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
     apart = (both - ctx.sum(both.clone()) / ctx.world_size).abs() > ROUNDING * step**0.5 * eps * sizes
     if (found := ctx.sum(apart.any(0).double())).any():
         first = [*real][int((found > 0).int().argmax())]
-        remedy = "compute a gradient with one backward() of what ddp_model returned, and step on all ranks or on none"
+        remedy = "change weights in optimizer.step() alone, on all ranks, by one backward() of what ddp_model returned"
         raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
 
 

@@ -21,6 +21,7 @@ from ddp.checkpoint.storage import FILES
 from ddp.core.errors import UserError
 from ddp.core.files import TMP_PATTERN, storage_errors, sync_directory
 from ddp.core.parts import Callback, WriteRest
+from ddp.distributed.failure_monitor import RESPONSE_TIMEOUT_S
 from ddp.distributed.tensors import Copy, Mark, is_split, map_named
 from ddp.parts.fsdp.rows_folder import RowsFolder
 from ddp.parts.fsdp.sharding import check_optimizers
@@ -102,8 +103,14 @@ class RankFiles(Callback):
             answer: Any = pickle.dumps(found)
             store.set(keys[rank - 1], answer)
             return {}
+        ends_since = time.monotonic()  # when the run was not known to end
         while not store.check(keys):
-            monitor.raise_if_lost(lambda: [other for other, key in enumerate(keys, 1) if not store.check([key])])
+            if (cause := monitor.cause or monitor.found) is None:
+                ends_since = time.monotonic()
+            elif time.monotonic() > ends_since + RESPONSE_TIMEOUT_S:  # a rank has had time to learn why
+                missing = [other for other, key in enumerate(keys, 1) if not store.check([key])]
+                if not all(store.check([f"done/{other}"]) for other in missing):
+                    raise cause
             time.sleep(POLL_INTERVAL_S)
         everyone = [found, *(pickle.loads(store.get(key)) for key in keys)]
         for key in keys:
