@@ -455,6 +455,29 @@ def test_images_in_memory_that_would_be_misread_are_refused() -> None:
     masks.transforms = replace(transforms, padding=0, flip=0)
     masks.augment(masks.__getitems__([0, 1]), 0)
 
+    with pytest.raises(UsageError, match=r"images have 1 channels, but the transforms 3 numbers of `mean` and 3 of"):
+        ImagesInMemory(pictures[:, :1], targets, [], transforms)
+
+
+def test_images_in_memory_may_be_extended_or_filtered() -> None:
+    black = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    dataset = ImagesInMemory(black, torch.zeros(4, dtype=torch.int64), ["a"], build_transforms(options()))
+    dataset.images, dataset.targets = torch.cat([black, black]), torch.arange(8)
+    assert len(dataset) == 8 and dataset.__getitems__([7])[0].tolist() == [7]
+    dataset.images = dataset.images[:2]
+    with pytest.raises(UsageError, match=r"and a target for each; it has torch.uint8 \[2, 3, 8, 8\] and 8 targets"):
+        len(dataset)
+
+
+def test_the_samples_of_image_files_may_be_replaced(images: Path) -> None:
+    files = ImageFiles(images / "train", build_transforms(options()))
+    files.samples = [*files.samples, *files.samples]
+    assert len(files) == len(files.samples) == len(files.keys())
+    several: Any = [(path, [0, 1]) for path, _ in files.samples]
+    files.samples = several
+    with pytest.raises(UsageError, match=r"samples has \[0, 1\] as the class of .*: give a number; for several"):
+        files.keys()
+
 
 class Brighter(ImagesInMemory):
     def set_epoch(self, epoch: int) -> None:
@@ -746,7 +769,7 @@ def test_processes_that_start_together_write_one_cache_and_train_from_it(
     assert sorted(decoded) == sorted(path.name for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
     assert len(decoded) == 2, "train and val, each once"
     plain = train(2, *shared, "--output-dir", tmp_path / "plain")
-    results = [re.findall(r"train  .* val  loss \S+  accuracy \S+", text) for text in (output, plain)]
+    results = [re.findall(r"train  .* val(?: \(best\))?  loss \S+  accuracy \S+", text) for text in (output, plain)]
     assert results[0] == results[1] and len(results[0]) == 2, "with the cache it trains to the same"
 
 
@@ -759,7 +782,19 @@ class Inverted(ImageFiles):
         return self.white - super().read(path)
 
 
-def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(images: Path, tmp_path: Path) -> None:
+class Halved(ImageFiles):
+    def read(self, path: str) -> Tensor:
+        return super().read(path) // 2
+
+
+class Reddish(ImageFiles):
+    def read(self, path: str) -> Tensor:
+        return super().read(path) // torch.tensor([1, 4, 4], dtype=torch.uint8).view(3, 1, 1)
+
+
+def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def decoded(kind: type[ImageFiles], size: int, **attributes: int) -> Tensor:
         files = kind(images / "train", build_transforms(options("--image-size", size)))
         vars(files).update(attributes)
@@ -770,6 +805,10 @@ def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(im
     assert torch.equal(inverted, 255 - plain) and larger.shape[2:] == (17, 17)
     assert torch.equal(decoded(Inverted, 16, white=254), 254 - plain), "an attribute counts"
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 4
+    monkeypatch.setattr(Inverted, "white", 253)
+    assert torch.equal(decoded(Inverted, 16), 253 - plain), "one of the class as well"
+    assert torch.equal(decoded(Halved, 16), plain // 2)
+    assert torch.equal(decoded(Reddish, 16)[:, 1:], plain[:, 1:] // 4), "another class of the same file"
 
 
 class Mixing(ImageFiles):

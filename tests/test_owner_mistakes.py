@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,6 +141,19 @@ class Growing(Dataset):
         return torch.full((3, 32, 32), index / 400), index % 10
 
 
+class AsLong:
+    """As many positions as the data have samples now."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def length(self, epoch: int) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def indices(self, epoch: int, start: int, stop: int) -> range:
+        return range(start, stop)
+
+
 class InOrder:
     def length(self, epoch: int) -> int:
         return 100 * (1 + epoch)
@@ -154,6 +168,12 @@ def test_a_dataset_that_grows_needs_a_sampler(tmp_path: Path, monkeypatch: pytes
     error = the_error(train(1, *options, tmp_path / "refused", code=2))
     assert error.startswith("error: the training set had 100 samples, has 200 after set_epoch(1): ")
     assert "length(epoch)" in error
+    grows = Growing()
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(grows, sampler=AsLong(grows)))
+    error = the_error(train(1, *options, tmp_path / "as long", code=2))
+    assert error.startswith(
+        "error: sampler AsLong.length(1) was 100, is 200: let it depend on the epoch only, and not on"
+    )
     monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Growing(), sampler=InOrder()))
     assert "step 18/18" in train(1, *options, tmp_path / "grows")
 
@@ -517,6 +537,14 @@ def test_a_metric_that_is_no_number_is_one_line(value: Any, tmp_path: Path, monk
     assert error.startswith("error: compute_metrics in model.py returned per_class="), error
 
 
+def test_a_metric_may_be_a_tensor_or_a_number_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = model.compute_metrics
+    more = {"tensor": torch.tensor(0.5), "half": np.float32(0.25)}
+    monkeypatch.setattr(model, "compute_metrics", lambda totals: compute(totals) | more)
+    train(1, *OPTIONS, "--max-steps", 1, "--log-every", 1, "--output-dir", tmp_path)
+    assert [(line["tensor"], line["half"]) for line in lines(tmp_path, "val")] == [(0.5, 0.25)]
+
+
 # ---- hooks, metrics and rates that would have no effect, or another one ---------------------------------------------
 
 
@@ -541,7 +569,13 @@ class Held(Dataset):
 def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
     own = Hooked()
     folds = random_split(own, [20, 20])
-    for holder in (ConcatDataset(folds), Held(base=own), Held(parts=[own]), Held(dataset=Held(base=Held(dataset=own)))):
+    for holder in (
+        ConcatDataset(folds),
+        Held(base=own),
+        Held(parts=[own]),
+        Held(dataset=Held(base=Held(dataset=own))),
+        Held(named={"a": own}),
+    ):
         with pytest.raises(UsageError, match="holds a BatchDataset, whose hooks would be ignored: name what it wraps"):
             hooks_of(holder)
     assert hooks_of(folds[0]) is own and hooks_of(Held(dataset=Held(dataset=own), other=own)) is own
@@ -550,6 +584,9 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
     for each in many:
         each.others = many
     assert type(hooks_of(many[0])) is BatchDataset
+    with pytest.raises(UsageError, match=r"Hooked.augment is a hook of BatchDataset: give it another name"):
+        own.augment = True  # type: ignore[assignment,method-assign]
+        hooks_of(own)
     circle = Held()
     circle.other = circle
     assert type(hooks_of(circle)) is BatchDataset

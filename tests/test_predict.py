@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from outputs import newest
 from PIL import Image
 from project_runs import python
 from template_copy import TEMPLATE
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 import data
 from config import Config
@@ -26,6 +27,19 @@ from processes import train
 
 pytestmark = pytest.mark.slow
 TRAIN = ("--device", "cpu", "--batch-size", 8, "--epochs", 1, "--warmup-epochs", 0, "--lr", 0.1)
+
+
+class Wrapper(Dataset):
+    """It may return other samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.dataset.__getitems__(indices)
 
 
 @pytest.fixture
@@ -163,18 +177,40 @@ def test_only_a_preparation_that_is_known_is_stored(folder: Path) -> None:
     of_pixels = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.zeros(4, dtype=torch.long), ["a", "b"], transforms
     for kind, images in ((ImagesInMemory, known), (Flipped, known), (Darker, None), (Inverted, None)):
         images = images and images | {"read_size": 32}
-        description = {"name": kind.__name__, "classes": ["a", "b"], "images": images}
-        assert describe(Subset(kind(*of_pixels), [0, 1])) == description
+        description = {"name": kind.__name__, "classes": ["a", "b"], "wrappers": [], "images": images}
+        assert describe(Subset(kind(*of_pixels, 32), [0, 1])) == description
+    of_instance = ImagesInMemory(*of_pixels, 32)
+    of_instance.prepare = lambda batch: batch  # type: ignore[method-assign]
+    assert describe(of_instance)["images"] is None
+    assert describe(ImagesInMemory(*of_pixels))["images"] is None, "of an owner, who may have read them otherwise"
+    assert describe(Wrapper(ImagesInMemory(*of_pixels, 32)))["wrappers"] == ["Wrapper"]
     assert describe(ImageFiles(folder / "val", transforms))["images"] == known | {"read_size": 24}
     assert describe(Grey(folder / "val", transforms))["images"] is None
     several = torch.zeros(4, 2)  # logits of several labels are no logits of classes
     grey, wide = torch.zeros(4, 1, 32, 32, dtype=torch.uint8), torch.zeros(4, 3, 32, 48, dtype=torch.uint8)
+    one = replace(transforms, mean=(0.5,), std=(1,))
     for images, targets in ((of_pixels[0], several), (grey, of_pixels[1]), (wide, of_pixels[1])):
-        assert describe(ImagesInMemory(images, targets, ["a", "b"], transforms))["images"] is None
+        given = None if images is wide else 32
+        assert describe(ImagesInMemory(images, targets, ["a", "b"], one, given))["images"] is None
     plain = torch.utils.data.TensorDataset(torch.zeros(3))
-    assert describe(plain) == {"name": "TensorDataset", "classes": []}
+    assert describe(plain) == {"name": "TensorDataset", "classes": [], "wrappers": []}
     for kind, images in ((ImageFiles, known | {"read_size": 24}), (Grey, None)):
         assert describe(DecodedFiles(kind(folder / "val", transforms), folder / "cache"))["images"] == images
+
+
+def test_a_model_that_needs_the_training_images_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean over them, for example, which a checkpoint does not hold."""
+    train(1, *TRAIN, "--dataset", "imagefolder", "--data-dir", folder, "--output-dir", tmp_path / "run")
+    picture = str(folder / "val/cat/0.png")
+    monkeypatch.setattr(predict, "build_model", lambda config, train_set: train_set.images.float().mean())
+    with pytest.raises(
+        UsageError, match=r"build_model in model.py needs more of the training set \(.* 'images'\): a che"
+    ):
+        predict.main([str(tmp_path / "run/best.pt"), picture])
+    with pytest.raises(UsageError, match=r"there is no file nowhere.png"):
+        predict.main([str(tmp_path / "run/best.pt"), picture, "nowhere.png"])
 
 
 def test_checkpoints_of_data_that_are_not_images_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -268,6 +268,29 @@ def test_an_archive_that_workers_share_is_named(reads: bool, tmp_path: Path, mon
     assert (f"{tmp_path}/numbers.zip (descriptor " in found[0] and "is shared" in found[0]) if reads else found == []
 
 
+class Rewound(Zipped):
+    """Opens one file at the start, and returns to its start after each read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.file = path.open("rb")
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.file.seek(3000 * index)
+        value = float(self.file.read(10)[-1])
+        self.file.seek(0)
+        return torch.tensor([value]), index % 10
+
+
+@fault(52)
+def test_a_shared_file_that_is_rewound_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewound = Rewound(tmp_path / "numbers.zip")
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(rewound))
+    monkeypatch.setattr(model, "build_model", lambda config, train_set: nn.Linear(1, 10))
+    found = rehearsal(tmp_path).shared_files()
+    assert f"{tmp_path}/numbers.zip (descriptor " in found[0] and "is shared" in found[0]
+
+
 @pytest.mark.sample(1, "rehearsals with other options")
 def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
     assert not any(rehearsed(tmp_path, "--shard").values())

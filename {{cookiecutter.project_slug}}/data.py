@@ -67,7 +67,7 @@ def build_transforms(config: Config) -> ImageTransforms:
 def cifar10(config: Config) -> Datasets:
     """CIFAR-10, downloaded once per machine, in memory as uint8. A part of its training set is the validation set."""
     transforms = build_transforms(config)
-    train_set, test_set = (ImagesInMemory(*part, transforms) for part in load_cifar10(Path(config.data_dir)))
+    train_set, test_set = (ImagesInMemory(*part, transforms, 32) for part in load_cifar10(Path(config.data_dir)))
     return Datasets(*_split(train_set, config), test_set)
 
 
@@ -83,7 +83,7 @@ def synthetic(config: Config) -> Datasets:
             strength = 15 + 30 * torch.rand(len(rows), 1, 1, 1, generator=generator)
             noise = 40 * torch.randn(len(rows), 3, 32, 32, generator=generator)
             images[rows] = (128 + strength * pictures[targets[rows]] + noise).clamp_(0, 255).to(torch.uint8)
-        parts[part] = ImagesInMemory(images, targets, classes, transforms)
+        parts[part] = ImagesInMemory(images, targets, classes, transforms, read_size=32)
     return Datasets(**parts)
 
 

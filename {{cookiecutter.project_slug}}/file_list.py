@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from ddp.core.errors import UsageError
 from ddp.core.files import atomic_write
 from ddp.core.rank_logs import progress
 
@@ -37,7 +38,11 @@ class FileList(Sequence[tuple[str, int]]):
         for path, target in pairs:
             names.frombytes(os.fsencode(path))
             ends.append(len(names))
-            targets.append(target)
+            try:
+                targets.append(target)
+            except TypeError as error:
+                remedy = "give a number; for several labels, override __getitems__"
+                raise UsageError(f"ImageFiles.samples has {target!r} as the class of {path}: {remedy}") from error
             digest = hashlib.blake2b(os.fsencode(path.removeprefix(f"{folder}{os.sep}")), digest_size=8).digest()
             keys.append(int.from_bytes(digest, "little", signed=True))
         table = [torch.from_numpy(numpy.array(each)) for each in (names, ends, targets, keys)]

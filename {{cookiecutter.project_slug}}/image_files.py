@@ -58,6 +58,9 @@ class ImageFiles(ImageDataset):
         super().__init__(len(samples), classes, transforms, read_size)
         self.folder, self.samples = folder, samples
 
+    def __len__(self) -> int:
+        return len(self.samples)
+
     def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
         """As any ImageDataset, but by the names of the files: if one is removed, no other moves to the other part."""
         train, val = super().split(fraction, seed)
@@ -210,16 +213,18 @@ class DecodedFiles(ImagesInMemory):
 def _cache_key(files: ImageFiles) -> str:
     """Changes with the images, their sizes and times, `value_range`, and the classes that read them.
 
-    Of those it holds the source, and what `files` has as a number, a string or a tuple, such as a size set in __init__.
+    Of those it holds the source, and what `files` or its class has as a number, a string or a tuple, such as a size.
     """
     key = hashlib.blake2b(digest_size=8)
     for reader in type(files).__mro__:
         if issubclass(reader, ImageFiles):
             key.update(Path(inspect.getfile(reader)).read_bytes())
     plain = int | float | str
-    facts = {key: value if isinstance(value, tuple) else (value,) for key, value in vars(files).items()}
+    values = {key: value for each in reversed(type(files).__mro__) for key, value in vars(each).items()} | vars(files)
+    facts = {key: value if isinstance(value, tuple) else (value,) for key, value in values.items() if "__" not in key}
     given = sorted(item for item in facts.items() if all(isinstance(each, plain) for each in item[1]))
-    key.update(f"{digest_contents(FileList.of(files.samples))}{files.transforms.value_range or ''}{given}".encode())
+    name, files_read = type(files).__qualname__, digest_contents(FileList.of(files.samples))
+    key.update(f"{files_read}{files.transforms.value_range or ''}{name}{given}".encode())
     return key.hexdigest()
 
 

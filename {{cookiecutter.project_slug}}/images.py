@@ -113,7 +113,8 @@ class ImageDataset(BatchDataset):
     def describe(self) -> dict[str, Any]:
         """How images are prepared, for predict.py: {"images": ...}, or None if a subclass prepares or reads them."""
         methods = type(self).prepare, type(self).__getitems__
-        if self.read_size is None or any(each.__module__ not in (__name__, "image_files") for each in methods):
+        own = vars(self).keys() & {"prepare", "read", "__getitems__"}
+        if self.read_size is None or own or any(each.__module__ not in (__name__, "image_files") for each in methods):
             return {"images": None}
         names = [each.name for each in fields(ImageTransforms) if each.name != "memory_format"]
         known = {name: getattr(self.transforms, name) for name in names}
@@ -170,21 +171,39 @@ def draw_crops(seed: int, flip: float, samples: Tensor, pad: int) -> tuple[Tenso
 
 
 class ImagesInMemory(ImageDataset):
-    """Images [n, c, h, w] uint8 and targets [n] in memory: batches are made on their device, without workers."""
+    """Images [n, c, h, w] uint8 and targets [n] in memory: batches are made on their device, without workers.
+
+    read_size: if predict.py shall read files as these images were read: upright, cut to a square, RGB, of this size.
+    """
 
     in_memory = True
 
-    def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str], transforms: ImageTransforms) -> None:
-        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
-            found = f"{images.dtype} {list(images.shape)} and {len(targets):,} targets"
-            raise UsageError(f"ImagesInMemory needs images [n, c, h, w] uint8, and a target for each; it has {found}")
-        read_size = images.shape[-1] if images.shape[1] == 3 and images.shape[2] == images.shape[3] else None
-        super().__init__(len(images), classes, transforms, read_size if targets.dim() == 1 else None)
-        self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        classes: Sequence[str],
+        transforms: ImageTransforms,
+        read_size: int | None = None,
+    ) -> None:
         self.images, self.targets = images, targets
+        are_classes = targets.dim() == 1 and images.shape[1] == 3
+        super().__init__(len(self), classes, transforms, read_size if are_classes else None)
+        if len(transforms.mean) not in (1, images.shape[1]) or len(transforms.std) != len(transforms.mean):
+            numbers = f"{len(transforms.mean)} numbers of `mean` and {len(transforms.std)} of `std`"
+            raise UsageError(f"the images have {images.shape[1]} channels, but the transforms {numbers}: see data.py")
+        self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
         self._copied_from: tuple[Any, Any, int] = None, None, 0  # images, transforms, and the version of the images
+
+    def __len__(self) -> int:
+        """Of the images and targets as they are now. Raises UsageError if they do not fit."""
+        images, targets = self.images, self.targets
+        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
+            found = f"{images.dtype} {list(images.shape)} and {len(targets):,} targets"
+            raise UsageError(f"ImagesInMemory needs images [n, c, h, w] uint8, and a target for each; it has {found}")
+        return len(targets)
 
     def _all_targets(self) -> Tensor:
         return self.targets

@@ -18,28 +18,26 @@ from ddp.core.errors import UsageError
 from ddp.core.options import OptionParser, number
 from ddp.entrypoint.run_main import run_and_exit
 from image_files import read_square
-from images import ImagesInMemory, ImageTransforms
+from images import ImageDataset, ImageTransforms
 from model import build_model, forward
 
 BATCH_SIZE = 64
 
 
-class SavedImages(ImagesInMemory):
-    """The classes and the preparation of the training set of a checkpoint, with two black images.
+class SavedImages(ImageDataset):
+    """The classes and the preparation of the training set of a checkpoint, without its images.
 
     description: content["dataset"] of the checkpoint, with what ImageDataset.describe in images.py adds.
     """
 
     def __init__(self, description: dict[str, Any]) -> None:
         images = dict(description["images"])
-        size = images.pop("read_size")
-        black = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-        super().__init__(black, torch.zeros(2, dtype=torch.int64), description["classes"], ImageTransforms(**images))
+        self.size = images.pop("read_size")
+        super().__init__(0, description["classes"], ImageTransforms(**images), self.size)
 
     def read(self, paths: Sequence[Path]) -> Tensor:
         """Inputs of the model, prepared as in an evaluation: [b, 3, image_size, image_size]. Raises SetupError."""
-        size, value_range = self.images.shape[-1], self.transforms.value_range
-        images = torch.stack([read_square(path, size, value_range) for path in paths])
+        images = torch.stack([read_square(path, self.size, self.transforms.value_range) for path in paths])
         inputs, _ = self.prepare((torch.zeros(len(images)), torch.arange(len(images)), images))
         return inputs
 
@@ -52,15 +50,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", help="classes to print for each image", type=number(int, 1), default=3)
     given = parser.parse_args(words)
 
-    if missing := [str(path) for path in given.images if not path.is_file()]:
-        raise UsageError(f"there is no file {missing[0]}")
     content, config = load_checkpoint(given.checkpoint, Config)
     description = content["dataset"]
-    if not description["classes"] or not description.get("images") or "model" not in content:
+    known = description["classes"] and description.get("images") and not description.get("wrappers")
+    if not known or "model" not in content:
         what = "holds no classes, or does not know how its images were prepared"
         raise UsageError(f"{given.checkpoint} {what}: edit predict.py, so that your own dataset prepares them")
+    if missing := [str(path) for path in given.images if not path.is_file()]:
+        raise UsageError(f"there is no file {missing[0]}")
     dataset = SavedImages(description)
-    model = build_model(config, dataset)
+    try:
+        model = build_model(config, dataset)
+    except AttributeError as error:
+        remedy = "a checkpoint holds only its classes and how images are prepared: edit SavedImages in predict.py"
+        raise UsageError(f"build_model in model.py needs more of the training set ({error}): {remedy}") from error
     model.load_state_dict(content.get("ema", content["model"]))  # what was evaluated
     model.eval()
 

@@ -40,7 +40,7 @@ from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader, hand_over, same
 from ddp.data.sampler import Shuffled
-from ddp.data.workers import start_workers
+from ddp.data.workers import move_positions, start_workers
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run_and_exit, spawn
 from ddp.training.run import Run
@@ -90,7 +90,8 @@ def rehearsed_main(steps: int, inside: Callable[[Path], None], config: Config, r
 
     def limit_eval(loader: Any, *arguments: Any) -> None:
         init_eval(loader, *arguments)
-        limit = min(loader.length, steps * loader.chunk_size - 1)  # from all parts of the data
+        limit = min(loader.length, steps * loader.chunk_size)  # from all parts of the data
+        limit -= limit > 1 and limit % loader.chunk_size == 0  # the last batch is smaller
         loader.dataset = Subset(loader.dataset, [number * loader.length // limit for number in range(limit)])
         loader.length = limit
 
@@ -119,12 +120,9 @@ def whole_run(killed_in: int, folder: Path) -> None:
 
     def log_and_write_metrics(run: Any, metrics: Any, loader: Any) -> None:
         log_eval(run, metrics, loader)
-        run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics))
+        run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics, default=float))
 
     patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
-
-
-# ---- the same global batch, divided ---------------------------------------------------------------------------------
 
 
 class Constants(TorchDispatchMode):
@@ -252,6 +250,7 @@ class Rehearsal:
             reader, alone = SeededReader(dataset, hooks_of(dataset).collate, self.config.seed, epoch=0), []
             for processes, read_here in ((1, False), (2, False), (2, True)):
                 loader = DataLoader(reader, batch_sampler=chunks, num_workers=processes, collate_fn=hand_over)
+                move_positions()
                 workers = start_workers(loader)
                 try:
                     for index, batch in enumerate(workers.batches):

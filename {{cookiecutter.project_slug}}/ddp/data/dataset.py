@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
+MANY = 1000  # a dictionary with so many entries holds samples, and no data sets
 HOOKS = ("collate", "collate_fn", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
@@ -150,6 +151,9 @@ def hooks_of(dataset: Any) -> BatchDataset:
             if hasattr(each, name):
                 raise UsageError(f"{type(each).__name__}.{name} would be ignored: {SAMPLER_REMEDY}")
         if isinstance(each, BatchDataset):
+            for name in ("collate", "augment", "prepare", "mix", "to", "keys", "keep", "describe"):
+                if not callable(getattr(each, name)):
+                    raise UsageError(f"{type(each).__name__}.{name} is a hook of BatchDataset: give it another name")
             return each
         if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):
             remedy = "subclass ddp.data.dataset.BatchDataset, or give it another name if it is no hook"
@@ -168,6 +172,7 @@ def held_by(dataset: Any) -> list[Any]:
 def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
     for value in [*getattr(dataset, "__dict__", {}).values()]:
+        value = [*value.values()] if isinstance(value, dict) and len(value) < MANY else value
         several = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
         for part in value if several else (value,):  # as in torch's ConcatDataset
             if isinstance(part, Dataset) and id(part) not in seen:
@@ -183,9 +188,12 @@ def _has_hooks(part: Any) -> bool:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """What checkpoints hold about the data: name, classes, and what the dataset adds."""
-    classes = [str(name) for name in classes_of(dataset)]
-    return {"name": data_name(dataset), "classes": classes, **hooks_of(dataset).describe()}
+    """What checkpoints hold about the data: name, classes, wrappers that may change samples, what the dataset adds."""
+    hooks, classes = hooks_of(dataset), [str(name) for name in classes_of(dataset)]
+    layers = [*with_wrapped(dataset)]
+    outside = layers[: next((number for number, each in enumerate(layers) if each is hooks), 0)]
+    wrappers = [type(each).__name__ for each in outside if type(each) is not Subset]
+    return {"name": data_name(dataset), "classes": classes, "wrappers": wrappers, **hooks.describe()}
 
 
 def check_batch(batch: Any, dataset: Any) -> int:

@@ -140,8 +140,8 @@ class TrainLoader(_Loader):
         if self.global_batch != self.ctx.world_size * self.config.batch_size * self.config.grad_accum_steps:
             remedy = "start another run with --init-from for another size"
             raise UsageError(f"config.batch_size or config.grad_accum_steps changed during the training: {remedy}")
-        self._check_epoch(epoch)
         set_epoch(self.dataset, epoch)
+        self._check_epoch(epoch)
         if isinstance(self.order, Shuffled) and len(self.dataset) != self.length:
             found = f"the training set had {self.length:,} samples, has {len(self.dataset):,} after set_epoch({epoch})"
             remedy = "keep its length, and return a sampler, whose length(epoch) may change: see docs/data.md"
@@ -150,6 +150,8 @@ class TrainLoader(_Loader):
         steps = self.steps_left(epoch, samples_consumed)
         if steps and not isinstance(self.order, Shuffled):
             self.sampler.check_order(self.ctx)
+            if epoch + 1 < self.config.epochs:
+                self.sampler.first_length(epoch + 1)  # to be compared in that epoch
         batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(steps):
             self.ctx.work.in_step = False

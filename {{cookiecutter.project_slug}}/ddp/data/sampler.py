@@ -74,7 +74,7 @@ class ResumableSampler(DistributedSampler):
     def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, order: Any) -> None:
         super().__init__(dataset, world_size, rank)
         self.order, self.global_batch, self.samples_consumed = order, global_batch, 0
-        self.length = cache(order.length)  # of an epoch; asked for in each step
+        self.length = self.first_length = cache(order.length)  # of an epoch; asked for in each step
 
     def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
         """Optimizer steps until the end of the epoch."""
@@ -112,6 +112,9 @@ class ResumableSampler(DistributedSampler):
         remedy = "let a sample depend on (epoch, position) only, and seed its generator with derive_seed(seed, epoch)"
         end, half = start + self.global_batch, start + max(1, self.global_batch // 2)
         ours, again = (order.length(self.epoch), self.read(start, end)), order.length(self.epoch)
+        if ours[0] != (first := self.first_length(self.epoch)):
+            found = f"{name}.length({self.epoch}) was {first:,}, is {ours[0]:,}"
+            raise UsageError(f"sampler {found}: let it depend on the epoch only, and not on a dataset that grows")
         # A resumed run asks for other parts of the order.
         if ours != (again, [*self.read(start, half), *(self.read(half, end) if half < end else [])]):
             raise UsageError(f"sampler {name} returned two different orders of one epoch: {remedy}")

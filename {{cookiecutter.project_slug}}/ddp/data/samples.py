@@ -55,6 +55,10 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
         returned = f"the sampler that load_datasets returned ({type(found.sampler).__name__})"
         raise UsageError(f"{returned} lacks indices(epoch, start, stop) or length(epoch): see docs/data.md")
     for part, dataset in _sets(found).items():
+        held = [*dataset.values()] if isinstance(dataset, Mapping) else dataset
+        if isinstance(held, list | tuple) and held and isinstance(held[0], Dataset):
+            remedy = "return one; main.py may evaluate others before run.end_epoch, as docs/state.md says"
+            raise UsageError(f"the {part} data are {kind(dataset)}, which holds data sets: {remedy}")
         indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, IterableDataset) or not indexed:
             stream = f"the {part} data ({type(dataset).__name__}) are a stream, which cannot be read by index"

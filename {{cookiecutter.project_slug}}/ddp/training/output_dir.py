@@ -171,7 +171,8 @@ class MetricLogger:
             return  # a finished run, or one resumed where the epoch has no step left for more processes
         values = {**about, **metrics}
         with storage_errors(self.path):
-            self.file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+            # A metric may be a tensor of one number, or a number of numpy.
+            self.file.write(json.dumps({"step": step, "split": split, **values}, default=float) + "\n")
         numbers = {name: value for name, value in values.items() if name not in NO_CURVE}
         self.trackers, self.waiting = self.trackers + self.waiting, []
         self._each(lambda tracker: tracker.log(step, split, numbers))
