@@ -787,9 +787,9 @@ class Halved(ImageFiles):
         return super().read(path) // 2
 
 
-class Reddish(ImageFiles):
+class Third(ImageFiles):
     def read(self, path: str) -> Tensor:
-        return super().read(path) // torch.tensor([1, 4, 4], dtype=torch.uint8).view(3, 1, 1)
+        return super().read(path) // 3
 
 
 def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(
@@ -808,7 +808,7 @@ def test_a_cache_depends_on_the_class_that_reads_the_images_and_on_their_size(
     monkeypatch.setattr(Inverted, "white", 253)
     assert torch.equal(decoded(Inverted, 16), 253 - plain), "one of the class as well"
     assert torch.equal(decoded(Halved, 16), plain // 2)
-    assert torch.equal(decoded(Reddish, 16)[:, 1:], plain[:, 1:] // 4), "another class of the same file"
+    assert torch.equal(decoded(Third, 16), plain // 3), "another class of the same file"
 
 
 class Mixing(ImageFiles):

@@ -488,7 +488,7 @@ def test_an_empty_test_set_is_refused() -> None:
         check_datasets(Datasets(Numbered(), Numbered(0)), options())
     assert check_datasets(Datasets(Numbered()), options()).val is None
     for several in ({"a": Numbered(), "b": Numbered()}, [Numbered(), Numbered()]):
-        with pytest.raises(UsageError, match="the validation data are a .*, which holds data sets: return one"):
+        with pytest.raises(UsageError, match=r"the validation data are a .*, which holds data sets: return one"):
             check_datasets(Datasets(Numbered(), several), options())
 
 
