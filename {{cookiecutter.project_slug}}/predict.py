@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
     dataset = SavedImages(description)
     try:
         model = build_model(config, dataset)
-    except AttributeError as error:
+    except (AttributeError, NotImplementedError) as error:
         remedy = "a checkpoint holds only its classes and how images are prepared: edit SavedImages in predict.py"
         raise UsageError(f"build_model in model.py needs more of the training set ({error}): {remedy}") from error
     model.load_state_dict(content.get("ema", content["model"]))  # what was evaluated
