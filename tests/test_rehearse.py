@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +28,8 @@ import main
 import model
 from compare import metrics_lines
 from config import Config
+from ddp.core.errors import ExitCode, Stopped
+from ddp.core.signals import STOP_SIGNALS
 from ddp.data.dataset import Datasets
 from faults import fault
 from processes import fork
@@ -621,6 +626,23 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     failed = python(project, "rehearse.py", "--", *GIVEN, code=1, fork=True, TMPDIR=str(tmp_path))
     assert "\nNameError: name 'x' is not defined\n" in failed and "Traceback" in failed
     assert failed.splitlines()[-1].startswith("error: a run ended with exit code 1; what it printed is in ")
+
+
+def test_a_rehearsal_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run, and between two of them."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    monkeypatch.setattr(rehearse, "spawn", lambda *_: int(ExitCode.STOPPED))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["rehearse.py", "--", *OPTIONS])
+    try:
+        with pytest.raises(Stopped, match="stopped: this rehearsal proves nothing"):
+            rehearse.rehearse()
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not list(tmp_path.glob("rehearsal*"))
 
 
 @pytest.mark.slow
