@@ -154,6 +154,9 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
+    def with_cast(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        return lambda *where: (map_tensors(batch, cast) for batch in read(*where))
+
     def write(run: Any) -> None:
         save_state(run.models, folder / f"step_{run.state.step}.pt", run.ctx)
         run.ctx.on_main((folder / "by_design").write_text, json.dumps([text for text in by_design if by_design[text]]))
@@ -183,11 +186,8 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         # The next backward pass does not overwrite gradients of the undivided run: as without DDP.
         init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": "undivided" not in folder.name})
 
-    for loader, method in ((TrainLoader, "_batches"), (EvalLoader, "__iter__")):
-        read = getattr(loader, method)
-        patch.object(
-            loader, method, lambda *where, read=read: (map_tensors(each, cast) for each in read(*where))
-        ).start()
+    patch.object(TrainLoader, "_batches", with_cast(TrainLoader._batches)).start()
+    patch.object(EvalLoader, "__iter__", with_cast(EvalLoader.__iter__)).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
 
