@@ -455,8 +455,9 @@ def test_images_in_memory_that_would_be_misread_are_refused() -> None:
     masks.transforms = replace(transforms, padding=0, flip=0)
     masks.augment(masks.__getitems__([0, 1]), 0)
 
+    grey = ImagesInMemory(pictures[:, :1], targets, [], transforms)
     with pytest.raises(UsageError, match=r"images have 1 channels, but the transforms 3 numbers of `mean` and 3 of"):
-        ImagesInMemory(pictures[:, :1], targets, [], transforms)
+        grey.prepare(grey.__getitems__([0, 1]))
 
 
 def test_images_in_memory_may_be_extended_or_filtered() -> None:

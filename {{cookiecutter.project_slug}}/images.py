@@ -101,8 +101,12 @@ class ImageDataset(BatchDataset):
         if not fits or self._scaled_for is not self.transforms:
             self._scaled_for = self.transforms
             # As large as an image: with channels last, [1, c, 1, 1] would be broadcast value by value.
-            one, values = torch.ones_like(inputs[:1]), (self.transforms.mean, self.transforms.std)
-            mean, std = (one * one.new_tensor(value).view(1, -1, 1, 1) for value in values)
+            one = torch.ones_like(inputs[:1])
+            values = [one.new_tensor(value).view(1, -1, 1, 1) for value in (self.transforms.mean, self.transforms.std)]
+            if any(each.shape[1] not in (1, one.shape[1]) for each in values):
+                found = f"{values[0].shape[1]} numbers of `mean` and {values[1].shape[1]} of `std`"
+                raise UsageError(f"the images have {one.shape[1]} channels, but the transforms {found}: see data.py")
+            mean, std = (one * value for value in values)
             self._scale, self._shift = 1 / (255 * std), -mean / std
         inputs = torch.addcmul(self._shift, inputs, self._scale, out=inputs)
         size = self.transforms.image_size
@@ -189,9 +193,6 @@ class ImagesInMemory(ImageDataset):
         self.images, self.targets = images, targets
         are_classes = targets.dim() == 1 and images.shape[1] == 3
         super().__init__(len(self), classes, transforms, read_size if are_classes else None)
-        if len(transforms.mean) not in (1, images.shape[1]) or len(transforms.std) != len(transforms.mean):
-            numbers = f"{len(transforms.mean)} numbers of `mean` and {len(transforms.std)} of `std`"
-            raise UsageError(f"the images have {images.shape[1]} channels, but the transforms {numbers}: see data.py")
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
