@@ -1144,7 +1144,7 @@ def test_log_every_is_the_number_of_steps_between_two_lines(tmp_path: Path, smal
     assert outcome.output.count("  train  ") == 4
     short = run(tmp_path / "short", "--log-every", 15, "--epochs", 2)
     assert [line["step"] for line in short.lines("train")] == [10, 15, 20]
-    assert re.findall(r"step +(\d+)/20  train  .* val  ", short.output) == ["10", "20"]
+    assert re.findall(r"step +(\d+)/20  train  .* val(?: \(best\))?  ", short.output) == ["10", "20"]
     assert short.output.count("  train  ") == 2, "one line per epoch, with training and validation side by side"
 
 

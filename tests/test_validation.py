@@ -67,7 +67,7 @@ def test_the_weights_that_validation_chose_are_tested_once(
     (of_best,), (of_last,) = (results(each, "test") for each in of_each.values())
     assert numbers(results(output, "test")[0]) == numbers(of_best)
     assert (of_best == of_last) == (best == 3), "otherwise this shows nothing"
-    *_, last = re.findall(r" val  (loss \S+  accuracy \S+)", output)
+    *_, last = re.findall(r" val(?: \(best\))?  (loss \S+  accuracy \S+)", output)
     assert numbers(results(of_each[newest(tmp_path)], "val")[0]) == numbers(last)
 
     metrics = (tmp_path / "metrics.jsonl").read_text()
