@@ -1140,7 +1140,9 @@ def test_the_metrics_of_a_batchnorm_model_are_those_of_the_saved_model(
     options = ["--dataset", "synthetic", "--batch-size", 7, "--output-dir", tmp_path]
     trained = train(2, *options, "--max-steps", 20)
     evaluated = train(1, *options, "--evaluate")
-    metrics = [re.findall(r"val(?: \(best\))?  +(loss [\d.]+  accuracy [\d.]+)", output) for output in (trained, evaluated)]
+    metrics = [
+        re.findall(r"val(?: \(best\))?  +(loss [\d.]+  accuracy [\d.]+)", output) for output in (trained, evaluated)
+    ]
     assert metrics[0] == metrics[1] and len(metrics[0]) == 1
 
 

@@ -49,7 +49,6 @@ Start = Callable[[Any, Config, int], int]  # runs a main function on a number of
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
 READ_AT_ONCE = 64  # samples of each set
-COMPARED = (1, 3)  # steps after which the states of different divisions are compared, besides the ends of epochs
 LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
 KEEP = [
     "state that no checkpoint holds: use a buffer, the optimizer's state_dict(), or a field of Training in main.py",
@@ -143,9 +142,10 @@ class Constants(TorchDispatchMode):
 
 
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
-    """Patch a run that saves its state before and after some steps of two epochs. `dtype`: of weights and inputs.
+    """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
 
-    plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
+    dtype: of weights and inputs. plain: without what treats a batch as a whole by design: statistics of BatchNorm,
+    random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
     init_ddp, resume, advance = DistributedDataParallel.__init__, Run.resume, Run.advance
@@ -177,7 +177,7 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         by_design["random numbers"] = constants.drawn
         advance(run)
         complete = run._epoch_is_complete()
-        if complete or run.state.step in COMPARED:
+        if complete or run.state.step == 1:
             write(run)
         if complete and run.state.epoch == 1:
             os._exit(0)
