@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial, partialmethod
 from inspect import get_annotations
 from pathlib import Path
@@ -405,12 +405,21 @@ def test_the_annotation_of_an_option_says_how_its_value_is_read() -> None:
     with pytest.raises(UsageError, match=r"--limit: '3\.5' must be an integer"):
         Annotated.parse(["--limit", "3.5"])
 
-    @dataclass
-    class Unclear(RunConfig):
-        where: Path = option(None, "a path")  # noqa: RUF009
+    for default, hint in ((None, Path), (("a",), tuple[str, ...]), ((1, 2), list[int]), (None, int | str)):
+        unclear = make_dataclass("Unclear", [("where", hint, option(default, "a path"))], bases=(RunConfig,))
+        with pytest.raises(
+            UsageError, match=r"where in config.py is no option that a command line has: annotate it as"
+        ):
+            unclear.parse([])
 
-    with pytest.raises(AssertionError, match="where: annotate an option as bool, int, float or str"):
-        Unclear.parse([])
+    @dataclass
+    class Plain(RunConfig):
+        alpha: float = 0.5
+
+    with pytest.raises(
+        UsageError, match=r"alpha in config.py is no option: write it as training_option\(default, help"
+    ):
+        Plain.parse([])
 
 
 def test_an_option_defines_the_run_unless_it_says_otherwise() -> None:
@@ -433,8 +442,15 @@ def test_an_option_defines_the_run_unless_it_says_otherwise() -> None:
 
 def test_a_flag_is_off_by_default() -> None:
     """A flag can only set. With a default of True, `--shuffle false` would be the text "false", which is true."""
-    with pytest.raises(AssertionError, match=r"option\('shuffle'\): name the opposite, with the default False"):
-        option(True, "shuffle")
+
+    @dataclass
+    class Shuffling(RunConfig):
+        shuffle: bool = option(True, "shuffle")
+
+    with pytest.raises(
+        UsageError, match="shuffle in config.py is True by default: name the opposite, with the default"
+    ):
+        Shuffling.parse([])
 
 
 def test_the_help_of_every_kind_of_option_may_contain_a_percent_sign() -> None:

@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp.checkpoint import storage
 from ddp.core.parts import of_parts
@@ -57,6 +60,29 @@ def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
         where = f"metrics.jsonl: {line['split']} of step {line['step']}:"
         entries |= {f"{where} {name}": value for name, value in line.items() if name not in SPEEDS}
     return entries
+
+
+class Constants(TorchDispatchMode):
+    """Torch's random numbers are constants, so that they are the same for each sample in any batch."""
+
+    drawn = off = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.off = True
+        yield
+        self.off = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, results = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
+        if self.off or torch.Tag.nondeterministic_seeded not in function.tags or "attention" in name:
+            return results
+        self.drawn = True
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(results[1])
+        if name == "randperm":
+            return results.copy_(torch.arange(len(results)))
+        return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
 
 
 def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:

@@ -24,13 +24,12 @@ from unittest.mock import patch
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Subset
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
-from compare import differences, metrics_lines, newest, save_state, update_differences
+from compare import Constants, differences, metrics_lines, newest, save_state, update_differences
 from config import Config
 from ddp.checkpoint.state import weights_of_optimizers
 from ddp.core.errors import ExitCode, Stopped, UserError, one_line, plural
@@ -39,7 +38,7 @@ from ddp.core.signals import SignalHandler
 from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader, hand_over, same
-from ddp.data.sampler import Shuffled
+from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.data.workers import move_positions, start_workers
 from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import run_and_exit, spawn
@@ -56,6 +55,7 @@ KEEP = [
 ]
 RESUME = [
     *KEEP,
+    "a sample that the dataset keeps, and changes in place: change a clone",
     "a sampler or a dataset that counts: use (epoch, start, stop) and the index, and set_epoch(epoch) for the epoch",
     "rounding, on GPUs and with more than two processes: pass --deterministic",
 ]
@@ -124,23 +124,6 @@ def whole_run(killed_in: int, folder: Path) -> None:
     patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
 
 
-class Constants(TorchDispatchMode):
-    """Torch's random numbers are constants, so that they are the same for each sample in any batch."""
-
-    drawn = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, results = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in function.tags or "attention" in name:
-            return results
-        self.drawn = True
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(results[1])
-        if name == "randperm":
-            return results.copy_(torch.arange(len(results)))
-        return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
-
-
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
 
@@ -188,6 +171,13 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
 
     patch.object(TrainLoader, "_batches", with_cast(TrainLoader._batches)).start()
     patch.object(EvalLoader, "__iter__", with_cast(EvalLoader.__iter__)).start()
+
+    def read_order(sampler: Any, *where: int) -> Any:
+        with constants.paused():  # the sampler draws which samples there are
+            return read(sampler, *where)
+
+    read = ResumableSampler.read
+    patch.multiple(ResumableSampler, read=read_order).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
 

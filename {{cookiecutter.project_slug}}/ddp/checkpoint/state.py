@@ -209,9 +209,11 @@ def data_differences(config: RunConfig, ours: Records, samples: int, content: Ma
 
     ours: the records of this run, and `samples` the number of its training samples.
     """
-    if config.evaluate:  # of other samples, if its user likes
-        return []
     theirs, path = json.loads(content.get("records", "{}")), Path(content["path"])
+    if config.evaluate:  # of other samples, if its user likes
+        if texts := changes(ours, theirs)[0]:
+            log.info(f"since {path.name} was written: {first_few(texts)}")
+        return []
     if not (ours and theirs):
         log.warning(f"warning: {path.name} has no record of the samples: only their number was compared")
         numbers = (samples, content["samples"])

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from functools import partial
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from ddp.core.errors import UsageError
 from ddp.core.parts import missing_part
@@ -67,7 +68,6 @@ def option(
 ) -> Any:
     """A dataclass field that is a command-line option. It is annotated as bool, int, float or str, or that | None."""
     rules = dict(locals())  # the arguments
-    assert default is not True, f"option({help!r}): name the opposite, with the default False: a flag only sets"
     rules["may_change"] = per_process if may_change is None else may_change
     return dataclasses.field(default=rules.pop("default"), metadata=rules)
 
@@ -111,8 +111,16 @@ class OptionParser(argparse.ArgumentParser):
         order = {name: depth for depth, each in classes[::-1] for name in get_annotations(each)}
         for item in sorted(dataclasses.fields(options_class), key=lambda item: order[item.name]):
             rules, hint = item.metadata, hints[item.name]
-            kind = (get_args(hint) or [hint])[0]  # int | None -> int
-            assert kind is bool or kind in METAVARS, f"{item.name}: annotate an option as bool, int, float or str"
+            kind, *others = {*(get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint])} - {NoneType}
+            if not rules:
+                raise UsageError(f"{item.name} in config.py is no option: write it as training_option(default, help)")
+            if others or (kind is not bool and kind not in METAVARS):
+                remedy = "annotate it as bool, int, float or str, or one of them | None; a list may be a str to split"
+                raise UsageError(f"{item.name} in config.py is no option that a command line has: {remedy}")
+            if item.default is True:  # a flag only sets
+                raise UsageError(
+                    f"{item.name} in config.py is True by default: name the opposite, with the default False"
+                )
             notes = "" if kind is bool or item.default in (None, "") else f" (default: {item.default})"
             notes += f" [{rules['variable']}]" if rules["variable"] else ""
             settings: dict[str, Any] = {"help": (rules["help"] + notes).replace("%", "%%")}

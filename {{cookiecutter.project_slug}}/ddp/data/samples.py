@@ -65,6 +65,8 @@ def check_datasets(found: Any, config: RunConfig) -> Datasets:
             raise UsageError(f"{stream}: give them __len__ and __getitem__, as docs/data.md does for tar files")
         if len(dataset) == 0:
             raise SetupError(f"there are no {part} samples: check --data-dir")
+        if not hasattr(dataset, "classes") and hasattr(dataset, "__dict__") and (classes := classes_of(dataset)):
+            dataset.classes = classes  # of what it wraps, for build_model
         _compare_with_training(dataset, found.train, part)
     found.records = _start(_Recorder(_sets(found), config.seed), config)
     return found
