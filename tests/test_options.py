@@ -407,18 +407,14 @@ def test_the_annotation_of_an_option_says_how_its_value_is_read() -> None:
 
     for default, hint in ((None, Path), (("a",), tuple[str, ...]), ((1, 2), list[int]), (None, int | str)):
         unclear = make_dataclass("Unclear", [("where", hint, option(default, "a path"))], bases=(RunConfig,))
-        with pytest.raises(
-            UsageError, match=r"where in config.py is no option that a command line has: annotate it as"
-        ):
+        with pytest.raises(UsageError, match=r"where in config.py is no option that a command line has: annotate"):
             unclear.parse([])
 
     @dataclass
     class Plain(RunConfig):
         alpha: float = 0.5
 
-    with pytest.raises(
-        UsageError, match=r"alpha in config.py is no option: write it as training_option\(default, help"
-    ):
+    with pytest.raises(UsageError, match=r"alpha in config.py is no option: write it as training_option\("):
         Plain.parse([])
 
 
@@ -447,9 +443,7 @@ def test_a_flag_is_off_by_default() -> None:
     class Shuffling(RunConfig):
         shuffle: bool = option(True, "shuffle")
 
-    with pytest.raises(
-        UsageError, match="shuffle in config.py is True by default: name the opposite, with the default"
-    ):
+    with pytest.raises(UsageError, match=r"shuffle in config.py is True by default: name the opposite"):
         Shuffling.parse([])
 
 

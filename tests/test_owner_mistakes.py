@@ -34,6 +34,7 @@ from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets, hooks_of, set_epoch
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader
+from ddp.data.samples import check_datasets
 from ddp.data.workers import Workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
@@ -139,6 +140,14 @@ class Growing(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.full((3, 32, 32), index / 400), index % 10
+
+
+def test_a_part_of_a_data_set_has_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for folds of a cross-validation: build_model asks the training set for them."""
+    config = Config.parse([str(word) for word in OPTIONS])
+    whole = data.load_datasets(config).train
+    parts = random_split(whole, [100, len(whole) - 100])
+    assert len(check_datasets(Datasets(*parts), config).train.classes) == 10
 
 
 class AsLong:

@@ -371,6 +371,25 @@ class Batchwise(Small):
         return F.batch_norm(outputs, None, None, training=True)  # no module, and so not known
 
 
+class Weighted:
+    """Draws with torch, as the recipe of weighted sampling does."""
+
+    def __init__(self, samples: int) -> None:
+        self.weights = torch.ones(samples)
+
+    def length(self, epoch: int) -> int:
+        return len(self.weights)
+
+    def indices(self, epoch: int, start: int, stop: int) -> Tensor:
+        generator = torch.Generator().manual_seed(epoch)
+        return torch.multinomial(self.weights, len(self.weights), replacement=True, generator=generator)[start:stop]
+
+
+def with_class_weights_and_a_sampler(patch: pytest.MonkeyPatch) -> None:
+    with_class_weights(patch)
+    with_datasets(lambda found: replace(found, sampler=Weighted(len(found.train))))(patch)
+
+
 class Remembered(Small):
     """A buffer that no training step reads: an evaluation may."""
 
@@ -424,6 +443,7 @@ NOT_THE_MEAN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] =
     "a carried state": (with_model(Recurrent), {PASSES, PROCESSES}),
     "a teacher that moves in each pass": (with_model(Teacher), {PASSES}),
     "statistics of the batch": (with_model(Batchwise), {PASSES, PROCESSES}),
+    "class weights and a sampler": (with_class_weights_and_a_sampler, {PASSES, PROCESSES}),
     "a buffer for evaluations": (with_model(Remembered), {PASSES, PROCESSES}),
     "a gradient that is kept": (with_kept_gradients, {PASSES, PROCESSES}),
     "the harder half of a batch": (with_the_harder_half, {PASSES, PROCESSES}),

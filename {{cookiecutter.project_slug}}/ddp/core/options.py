@@ -118,9 +118,7 @@ class OptionParser(argparse.ArgumentParser):
                 remedy = "annotate it as bool, int, float or str, or one of them | None; a list may be a str to split"
                 raise UsageError(f"{item.name} in config.py is no option that a command line has: {remedy}")
             if item.default is True:  # a flag only sets
-                raise UsageError(
-                    f"{item.name} in config.py is True by default: name the opposite, with the default False"
-                )
+                raise UsageError(f"{item.name} in config.py is True by default: name the opposite, which is False")
             notes = "" if kind is bool or item.default in (None, "") else f" (default: {item.default})"
             notes += f" [{rules['variable']}]" if rules["variable"] else ""
             settings: dict[str, Any] = {"help": (rules["help"] + notes).replace("%", "%%")}
