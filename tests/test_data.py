@@ -456,7 +456,7 @@ def test_images_in_memory_that_would_be_misread_are_refused() -> None:
     masks.augment(masks.__getitems__([0, 1]), 0)
 
     grey = ImagesInMemory(pictures[:, :1], targets, [], transforms)
-    with pytest.raises(UsageError, match=r"images have 1 channels, but the transforms 3 numbers of `mean` and 3 of"):
+    with pytest.raises(UsageError, match=r"images have 1 channels, but `mean` has 3 numbers, and `std` 3: see build"):
         grey.prepare(grey.__getitems__([0, 1]))
 
 
@@ -465,8 +465,11 @@ def test_images_in_memory_may_be_extended_or_filtered() -> None:
     dataset = ImagesInMemory(black, torch.zeros(4, dtype=torch.int64), ["a"], build_transforms(options()))
     dataset.images, dataset.targets = torch.cat([black, black]), torch.arange(8)
     assert len(dataset) == 8 and dataset.__getitems__([7])[0].tolist() == [7]
+    assert len(dataset._part(torch.arange(3))) == 3
+    dataset.length = 5
+    assert len(dataset) == 5, "as an owner may set it"
     dataset.images = dataset.images[:2]
-    with pytest.raises(UsageError, match=r"and a target for each; it has torch.uint8 \[2, 3, 8, 8\] and 8 targets"):
+    with pytest.raises(UsageError, match=r"ImagesInMemory has 2 images and 8 targets: replace both"):
         len(dataset)
 
 

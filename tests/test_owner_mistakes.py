@@ -583,7 +583,7 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
         Held(base=own),
         Held(parts=[own]),
         Held(dataset=Held(base=Held(dataset=own))),
-        Held(named={"a": own}),
+        Held(named={"n": 3, "a": own}),
     ):
         with pytest.raises(UsageError, match="holds a BatchDataset, whose hooks would be ignored: name what it wraps"):
             hooks_of(holder)
@@ -593,6 +593,8 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
     for each in many:
         each.others = many
     assert type(hooks_of(many[0])) is BatchDataset
+    own.augment = None  # type: ignore[assignment,method-assign]
+    assert hooks_of(own) is own, "an evaluation does not call it"
     with pytest.raises(UsageError, match=r"Hooked.augment is a hook of BatchDataset: give it another name"):
         own.augment = True  # type: ignore[assignment,method-assign]
         hooks_of(own)

@@ -263,7 +263,7 @@ def a_schedule(tmp_path: Path) -> None:
 @recipe
 def the_mean_over_all_tokens(tmp_path: Path) -> None:
     """Of seven samples six have no label. A global batch may be divided in any way, also into parts without a label."""
-    place = "         parts[part] = ImagesInMemory(images, targets, classes, transforms)\n"
+    place = "         parts[part] = ImagesInMemory(images, targets, classes, transforms, read_size=32)\n"
     unlabelled = "+        targets = targets.where(torch.rand(length, generator=generator) < 0.15, -100)\n"
     project = project_with(tmp_path, *edits("The mean over all tokens"), ("data.py", unlabelled + place))
     ways = {"x": (1, 16, 1), "y": (2, 2, 4), "z": (2, 8, 1)}
@@ -604,7 +604,7 @@ BRIGHTER = """
 +
  def synthetic(config: Config) -> Datasets:
 @@
--        parts[part] = ImagesInMemory(images, targets, classes, transforms)
+-        parts[part] = ImagesInMemory(images, targets, classes, transforms, read_size=32)
 +        parts[part] = Brighter(images, targets, classes, transforms)
 """.lstrip()
 

@@ -390,16 +390,46 @@ def with_class_weights_and_a_sampler(patch: pytest.MonkeyPatch) -> None:
     with_datasets(lambda found: replace(found, sampler=Weighted(len(found.train))))(patch)
 
 
+class Constant(Small):
+    """Buffers that are no numbers, are not finite, are not saved, or are NaN, as masks and caches have them."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("causal", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("best", torch.tensor(torch.nan))
+        self.register_buffer("rotary", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(1), persistent=False)
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            self.last = outputs.detach()
+        return torch.zeros_like(outputs)
+
+
+@fault(48)
+def test_buffers_that_do_not_depend_on_a_division_are_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(Constant)(monkeypatch)
+    (passes,) = [each for name, each, _ in rehearsal(tmp_path).divisions() if "2 passes" in name]
+    assert passes == []
+
+
 class Remembered(Small):
     """A buffer that no training step reads: an evaluation may."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(10))
+        self.register_buffer("low", torch.tensor(torch.inf))
 
     def shift(self, outputs: Tensor) -> Tensor:
         if self.training:
             self.average.lerp_(outputs.detach().mean(0), 0.1)
+            self.low.copy_(torch.minimum(self.low, outputs.detach().amin()))
         return torch.zeros_like(outputs)
 
 
@@ -651,7 +681,9 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
 def test_a_rehearsal_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run, and between two of them."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    monkeypatch.setattr(rehearse, "spawn", lambda *_: int(ExitCode.STOPPED))
+    monkeypatch.setattr(
+        rehearse, "spawn", lambda *_: rehearse.SpawnSignals().receive(signal.SIGINT) or ExitCode.STOPPED
+    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["rehearse.py", "--", *OPTIONS])
     try:

@@ -88,14 +88,16 @@ class Constants(TorchDispatchMode):
 def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:
     """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank.
 
-    Buffers are sorted: a queue may hold the samples of a step in another order.
+    Buffers are those of numbers that checkpoints hold, sorted: a queue may hold the samples of a step in another order.
     """
     state: dict[str, torch.Tensor] = {}
     for number, model in enumerate(models):
         state |= {f"weights.{number}.{name}": whole(value).detach() for name, value in model.named_parameters()}
+        saved = model.state_dict().keys()
         for name, value in model.named_buffers():
-            real = torch.view_as_real(whole(value)) if value.is_complex() else whole(value)
-            state[f"buffers.{number}.{name}"] = real.flatten().sort().values
+            if name in saved and (value.is_floating_point() or value.is_complex()):
+                real = torch.view_as_real(whole(value).resolve_conj()) if value.is_complex() else whole(value)
+                state[f"buffers.{number}.{name}"] = real.detach().flatten().sort().values
     ctx.on_main(torch.save, state, path)
 
 
@@ -111,7 +113,7 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
         for kind in ("weights.", "buffers."):
             names = [name for name in first if name.startswith(kind)]
             apart = {name: _distance(first[name], second.get(name)) for name in names}
-            update = math.hypot(*(_distance(first[name], before.get(name)) for name in names))
+            update = math.hypot(*(_distance(first[name], before.get(name), finite=True) for name in names))
             if not update and kind == "weights." and step == steps[-1]:
                 return largest, [f"no weight changed in {step} steps"]
             part = math.hypot(*apart.values()) / (update or 1.0)
@@ -122,8 +124,10 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
     return largest, []
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor | None) -> float:
+def _distance(one: torch.Tensor, other: torch.Tensor | None, *, finite: bool = False) -> float:
+    """The norm of the difference; with `finite`, of the numbers that are finite."""
     if other is None or one.shape != other.shape:
-        return math.inf
-    apart = torch.where(one == other, 0.0, one.to(torch.complex128) - other)  # equal values may be infinite
-    return torch.linalg.vector_norm(apart).item()
+        return 0.0 if finite else math.inf
+    same, dtype = (one == other) | (one.isnan() & other.isnan()), torch.cdouble if one.is_complex() else torch.double
+    apart = torch.where(same, 0.0, one.to(dtype) - other)
+    return torch.linalg.vector_norm(apart[apart.isfinite()] if finite else apart).item()

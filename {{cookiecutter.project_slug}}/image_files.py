@@ -59,7 +59,7 @@ class ImageFiles(ImageDataset):
         self.folder, self.samples = folder, samples
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self._length_of(self.samples)
 
     def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
         """As any ImageDataset, but by the names of the files: if one is removed, no other moves to the other part."""

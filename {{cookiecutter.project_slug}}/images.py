@@ -56,10 +56,17 @@ class ImageDataset(BatchDataset):
 
     def __init__(self, length: int, classes: Sequence[str], transforms: ImageTransforms, read_size: int | None) -> None:
         self.length, self.classes, self.transforms, self.read_size = length, classes, transforms, read_size
+        self._held = length  # samples that a subclass holds
         self._scale = self._shift = torch.empty(0)  # a pixel is multiplied by the one, then the other is added
         self._scaled_for: Any = None  # the transforms from which they were made
 
     def __len__(self) -> int:
+        return self.length
+
+    def _length_of(self, held: Any) -> int:
+        """`length`, which an owner may set; that of `held`, if samples were added or removed."""
+        if len(held) != self._held:
+            self.length = self._held = len(held)
         return self.length
 
     def split(self, fraction: float, seed: int) -> tuple[Any, Any]:
@@ -104,8 +111,8 @@ class ImageDataset(BatchDataset):
             one = torch.ones_like(inputs[:1])
             values = [one.new_tensor(value).view(1, -1, 1, 1) for value in (self.transforms.mean, self.transforms.std)]
             if any(each.shape[1] not in (1, one.shape[1]) for each in values):
-                found = f"{values[0].shape[1]} numbers of `mean` and {values[1].shape[1]} of `std`"
-                raise UsageError(f"the images have {one.shape[1]} channels, but the transforms {found}: see data.py")
+                found = f"`mean` has {values[0].shape[1]} numbers, and `std` {values[1].shape[1]}"
+                raise UsageError(f"images have {one.shape[1]} channels, but {found}: see build_transforms in data.py")
             mean, std = (one * value for value in values)
             self._scale, self._shift = 1 / (255 * std), -mean / std
         inputs = torch.addcmul(self._shift, inputs, self._scale, out=inputs)
@@ -190,21 +197,22 @@ class ImagesInMemory(ImageDataset):
         transforms: ImageTransforms,
         read_size: int | None = None,
     ) -> None:
-        self.images, self.targets = images, targets
+        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
+            found = f"{images.dtype} {list(images.shape)} and {len(targets):,} targets"
+            raise UsageError(f"ImagesInMemory needs images [n, c, h, w] uint8, and a target for each; it has {found}")
         are_classes = targets.dim() == 1 and images.shape[1] == 3
-        super().__init__(len(self), classes, transforms, read_size if are_classes else None)
+        super().__init__(len(images), classes, transforms, read_size if are_classes else None)
+        self.images, self.targets = images, targets
         self.chunk_size = CHUNK_PIXELS // transforms.image_size**2
         self.on_device = True  # False: the images are too many for the GPU on which batches are made
         self._copies: tuple[Tensor, int] | None = None
         self._copied_from: tuple[Any, Any, int] = None, None, 0  # images, transforms, and the version of the images
 
     def __len__(self) -> int:
-        """Of the images and targets as they are now. Raises UsageError if they do not fit."""
-        images, targets = self.images, self.targets
-        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
-            found = f"{images.dtype} {list(images.shape)} and {len(targets):,} targets"
-            raise UsageError(f"ImagesInMemory needs images [n, c, h, w] uint8, and a target for each; it has {found}")
-        return len(targets)
+        if len(self.images) != len(self.targets):
+            found = f"{len(self.images):,} images and {len(self.targets):,} targets"
+            raise UsageError(f"ImagesInMemory has {found}: replace both")
+        return self._length_of(self.targets)
 
     def _all_targets(self) -> Tensor:
         return self.targets

@@ -3,6 +3,7 @@
 python predict.py runs/cifar10-ToyModel/best.pt cat.jpg dog.jpg
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ class SavedImages(ImageDataset):
         self.size = images.pop("read_size")
         super().__init__(0, description["classes"], ImageTransforms(**images), self.size)
 
+    def __len__(self) -> int:
+        raise NotImplementedError("its length")
+
     def read(self, paths: Sequence[Path]) -> Tensor:
         """Inputs of the model, prepared as in an evaluation: [b, 3, image_size, image_size]. Raises SetupError."""
         images = torch.stack([read_square(path, self.size, self.transforms.value_range) for path in paths])
@@ -52,16 +56,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
     content, config = load_checkpoint(given.checkpoint, Config)
     description = content["dataset"]
-    known = description["classes"] and description.get("images") and not description.get("wrappers")
-    if not known or "model" not in content:
+    what = ""
+    if not description["classes"] or not description.get("images") or "model" not in content:
         what = "holds no classes, or does not know how its images were prepared"
+    elif wrappers := description.get("wrappers"):
+        what = f"is of data in a {wrappers[0]}, which may change images"
+    if what:
         raise UsageError(f"{given.checkpoint} {what}: edit predict.py, so that your own dataset prepares them")
-    if missing := [str(path) for path in given.images if not path.is_file()]:
+    if missing := [str(path) for path in given.images if not os.path.exists(path)]:
         raise UsageError(f"there is no file {missing[0]}")
     dataset = SavedImages(description)
     try:
         model = build_model(config, dataset)
     except (AttributeError, NotImplementedError) as error:
+        if getattr(error, "obj", dataset) is not dataset:
+            raise
         remedy = "a checkpoint holds only its classes and how images are prepared: edit SavedImages in predict.py"
         raise UsageError(f"build_model in model.py needs more of the training set ({error}): {remedy}") from error
     model.load_state_dict(content.get("ema", content["model"]))  # what was evaluated

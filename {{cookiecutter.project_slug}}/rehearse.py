@@ -4,7 +4,7 @@
 
 In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
 epoch, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at once;
-evaluates checkpoints in new processes; and divides a global batch in three ways, which must give the same weights.
+evaluates checkpoints in new processes; and divides a global batch in three ways, which must give the same state.
 """
 
 import json
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,9 @@ from ddp.data.dataset import BatchDataset, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader, hand_over, same
 from ddp.data.sampler import ResumableSampler, Shuffled
-from ddp.data.workers import move_positions, start_workers
+from ddp.data.workers import moved_positions, start_workers
 from ddp.distributed.tensors import map_tensors
-from ddp.entrypoint.run_main import run_and_exit, spawn
+from ddp.entrypoint.run_main import SpawnSignals, run_and_exit, spawn
 from ddp.training.run import Run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
@@ -147,7 +147,8 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
         run.models = [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
-        norms = [part for model in run.models for part in model.modules() if hasattr(part, "running_mean")]
+        parts = [part for model in run.models for part in model.modules()]
+        norms = [part for part in parts if hasattr(part, "running_mean") and not [*part.children()]]
         by_design.update({"BatchNorm": bool(norms), "mix": type(train_loader.hooks).mix is not BatchDataset.mix})
         write(run)
         if plain:
@@ -240,18 +241,20 @@ class Rehearsal:
             reader, alone = SeededReader(dataset, hooks_of(dataset).collate, self.config.seed, epoch=0), []
             for processes, read_here in ((1, False), (2, False), (2, True)):
                 loader = DataLoader(reader, batch_sampler=chunks, num_workers=processes, collate_fn=hand_over)
-                move_positions()
-                workers = start_workers(loader)
-                try:
-                    for index, batch in enumerate(workers.batches):
-                        alone += [batch] if processes == 1 else []
-                        batches = [batch, reader.__getitems__([index])] if read_here else [batch]
-                        if not all(same(each, alone[index]) for each in batches):
-                            found.append(f"sample {index} of {data_name(dataset)} is another one then")
-                except Exception as error:  # what was read is damaged
-                    found.append(one_line(error))
-                if not read_here and (path := workers.shared_file()):
-                    found.insert(0, f"{path} is shared, with its position")
+                with nullcontext() if read_here else moved_positions():
+                    workers = start_workers(loader)
+                    try:
+                        for index, batch in enumerate(workers.batches):
+                            alone += [batch] if processes == 1 else []
+                            batches = [batch, reader.__getitems__([index])] if read_here else [batch]
+                            if not all(same(each, alone[index]) for each in batches):
+                                found.append(f"sample {index} of {data_name(dataset)} is another one then")
+                    except Stopped:
+                        raise
+                    except Exception as error:  # what was read is damaged
+                        found.append(one_line(error))
+                    if not read_here and (path := workers.shared_file()):
+                        found.insert(0, f"{path} is shared, with its position")
         return found
 
     def evaluated(self, trained: Path, checkpoint: Path, nproc: int) -> list[str]:
@@ -270,7 +273,7 @@ class Rehearsal:
         ]
 
     def divisions(self) -> Iterator[Check]:
-        """The check of each way to divide a global batch: whether its weights are those of the undivided batch."""
+        """The check of each way to divide a global batch: whether its state is that of the undivided batch."""
         if getattr(task, "LOSS_COMPARES_SAMPLES", False):
             yield "a divided batch is not checked: LOSS_COMPARES_SAMPLES in model.py", [], []
             return
@@ -304,10 +307,17 @@ def stop(*_: Any) -> NoReturn:
 
 
 def spawn_or_stop(main: Any, config: Config, nproc: int) -> int:
-    """`spawn`, which has its own handlers of signals. Raises Stopped if it was stopped, or told to quit."""
-    code = spawn(main, config, nproc)
+    """`spawn`, which has its own handlers of signals. Raises Stopped if one arrived."""
+    arrived, on_first = [], SpawnSignals.on_first
+
+    def note(signals: SpawnSignals) -> None:
+        arrived.append(signals.first)
+        on_first(signals)
+
+    with patch.object(SpawnSignals, "on_first", note):
+        code = spawn(main, config, nproc)
     SignalHandler().install(stop)
-    return code if code < ExitCode.STOPPED else stop()
+    return stop() if arrived else code
 
 
 def rehearse() -> int:

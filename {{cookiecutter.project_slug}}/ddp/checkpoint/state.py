@@ -50,13 +50,13 @@ class TrainState:
 
 def check_parts(parts: Mapping[str, Any], reserved: Container[str]) -> None:
     """Raise UsageError for a field of Training that no checkpoint can hold, or that would have no effect."""
-    schedules = [part for part in parts.values() if hasattr(part, "start_step")]
+    scheduled = [getattr(part, "optimizer", None) for part in parts.values() if hasattr(part, "start_step")]
     for name, part in parts.items():
         what = f"Training.{name} in main.py ({type(part).__name__})"
         if name in reserved:
             raise UsageError(f"Training.{name} in main.py: checkpoints use that name; rename the field")
         is_of_torch = isinstance(part, torch.optim.lr_scheduler.LRScheduler)
-        if is_of_torch and any(each.optimizer is part.optimizer for each in schedules):
+        if is_of_torch and any(each is part.optimizer for each in scheduled):
             remedy = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
             raise UsageError(f"{what} would have no effect, because run.steps() sets the learning rate: {remedy}")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -75,7 +75,8 @@ def check_weights(parts: Mapping[str, Any]) -> None:
                 remedy = "add the model that has it as a field, or make it an nn.Parameter of one"
                 raise UsageError(f"Training.{name} in main.py trains a weight that no checkpoint would hold: {remedy}")
             followed = any(getattr(part, "optimizer", None) is parts[name] for part in others)
-            if hasattr(parts[name].step, "_wrapped_by_lr_sched") and not followed:  # torch marks it
+            of_torch = type(parts[name]).__module__.startswith("torch.")
+            if of_torch and hasattr(parts[name].step, "_wrapped_by_lr_sched") and not followed:  # torch marks it
                 what = f"a scheduler of torch sets the rate of Training.{name} in main.py"
                 raise UsageError(f"{what}, and no checkpoint would hold it: add it as a field of Training")
 

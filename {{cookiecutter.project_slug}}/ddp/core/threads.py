@@ -88,7 +88,7 @@ def is_owner_file(file: str) -> bool:
 
 
 def call_site(stack: Iterable[FrameSummary]) -> str:
-    """`main.py:110 (barrier), called from main.py:71`; empty without a line of the owner.
+    """`main.py:110 (barrier), called from main.py:70`; empty without a line of the owner.
 
     The name is that of the function that the line calls, if it has not returned.
     """

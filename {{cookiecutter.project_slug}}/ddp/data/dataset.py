@@ -152,7 +152,7 @@ def hooks_of(dataset: Any) -> BatchDataset:
                 raise UsageError(f"{type(each).__name__}.{name} would be ignored: {SAMPLER_REMEDY}")
         if isinstance(each, BatchDataset):
             for name in ("collate", "augment", "prepare", "mix", "to", "keys", "keep", "describe"):
-                if not callable(getattr(each, name)):
+                if not callable(getattr(each, name) or str):  # None: an evaluation calls no `augment`, for example
                     raise UsageError(f"{type(each).__name__}.{name} is a hook of BatchDataset: give it another name")
             return each
         if ignored := ", ".join(name for name in HOOKS if hasattr(each, name)):
@@ -172,7 +172,8 @@ def held_by(dataset: Any) -> list[Any]:
 def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
     for value in [*getattr(dataset, "__dict__", {}).values()]:
-        value = [*value.values()] if isinstance(value, dict) and len(value) < MANY else value
+        if isinstance(value, dict) and len(value) < MANY:
+            value = [part for part in value.values() if isinstance(part, Dataset)]
         several = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
         for part in value if several else (value,):  # as in torch's ConcatDataset
             if isinstance(part, Dataset) and id(part) not in seen:

@@ -150,13 +150,13 @@ class TrainLoader(_Loader):
         steps = self.steps_left(epoch, samples_consumed)
         if steps and not isinstance(self.order, Shuffled):
             self.sampler.check_order(self.ctx)
-            if epoch + 1 < self.config.epochs:
-                self.sampler.first_length(epoch + 1)  # to be compared in that epoch
         batches = self._timed(self._batches(epoch, samples_consumed))
         for _ in range(steps):
             self.ctx.work.in_step = False
             yield (step := Step(islice(batches, self.config.grad_accum_steps)))
             step.rest()  # what main.py has left of them
+        if epoch + 1 < self.config.epochs:
+            self.sampler.first_length(epoch + 1)  # to be compared in that epoch
 
     def _check_epoch(self, epoch: int) -> None:
         if self.steps_left(epoch) == 0:

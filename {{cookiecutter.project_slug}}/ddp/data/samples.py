@@ -85,7 +85,7 @@ def _compare_with_training(dataset: Any, train_set: Any, part: str) -> None:
     for each in [inside[0][key] for key in inside[0].keys() & inside[1].keys()] if part != PARTS[0] else ():
         if callable(getattr(each, "set_epoch", None)):
             shared = f"the training and the {part} data share a {type(each).__name__}, which has set_epoch()"
-            raise UsageError(f"{shared}: give the {part} data a copy, as by copy.copy()")
+            raise UsageError(f"{shared}: give the {part} data their own, as by copy.deepcopy()")
 
 
 def _sets(datasets: Datasets) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
@@ -102,11 +102,17 @@ def _positions() -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def move_positions() -> None:
-    """For a rehearsal: move the position of files that are open, to notice a worker that moves it to and fro."""
-    for name, (_, *written) in _positions().items():
-        if written == [0, 0]:
-            os.lseek(int(name.rpartition(" ")[2][:-1]), 1, os.SEEK_CUR)
+@contextmanager
+def moved_positions() -> Iterator[None]:
+    """For a rehearsal: files that are open have another position, to notice a worker that moves it to and fro."""
+    found = {int(name.rpartition(" ")[2][:-1]): facts for name, facts in _positions().items() if facts[1:] == (0, 0)}
+    for number, facts in found.items():
+        os.lseek(number, facts[0] + 1, os.SEEK_SET)
+    try:
+        yield
+    finally:
+        for number, facts in found.items():
+            os.lseek(number, facts[0], os.SEEK_SET)
 
 
 def start_workers(loader: DataLoader) -> Workers:

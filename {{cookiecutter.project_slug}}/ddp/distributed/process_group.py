@@ -118,15 +118,15 @@ class DistContext:
 
         def receive(keys: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
             # One by one: no rank needs memory for two copies.
-            own = whole(tensor).contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
-            return keep(keys, self.broadcast(own))
+            ours = whole(tensor) if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
+            return keep(keys, self.broadcast(ours.resolve_conj().contiguous()))
 
         return map_named(tree if self.rank == 0 else skeleton, receive)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Copy rank 0's buffers, such as BatchNorm's running statistics, to every rank. Call on every rank."""
         for buffer in model.buffers():
-            buffer.copy_(self.broadcast(buffer.detach().cpu().contiguous()))
+            buffer.copy_(self.broadcast(buffer.detach().cpu().resolve_conj().contiguous()))
 
     @contextmanager
     def evaluating(self, model: torch.nn.Module) -> Iterator[None]:

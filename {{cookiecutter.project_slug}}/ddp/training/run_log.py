@@ -293,5 +293,5 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 def format_metrics(values: Mapping[str, float]) -> str:
     """`loss 1.2345  accuracy 0.5678`: four decimals, or scientific notation for what is very small."""
     check_metrics(values)
-    formats = {name: ".1e" if 0 < abs(value) < 1e-3 else ".4f" for name, value in values.items()}
-    return "  ".join(f"{name} {value:{formats[name]}}" for name, value in values.items())
+    formats = {name: ".1e" if 0 < abs(float(value)) < 1e-3 else ".4f" for name, value in values.items()}
+    return "  ".join(f"{name} {float(value):{formats[name]}}" for name, value in values.items())
