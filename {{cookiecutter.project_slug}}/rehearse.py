@@ -127,18 +127,10 @@ def whole_run(killed_in: int, folder: Path) -> None:
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
 
-    dtype: of weights and inputs. plain: without what treats a batch as a whole by design: statistics of BatchNorm,
-    random numbers, `mix`.
+    plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
-    init_ddp, resume, advance = DistributedDataParallel.__init__, Run.resume, Run.advance
-    constants, by_design = Constants(), dict[str, bool]()
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-
-    def with_cast(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda *where: (map_tensors(batch, cast) for batch in read(*where))
+    resume, advance, constants, by_design = Run.resume, Run.advance, Constants(), dict[str, bool]()
 
     def write(run: Any) -> None:
         save_state(run.models, folder / f"step_{run.state.step}.pt", run.ctx)
@@ -166,24 +158,33 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         if complete and run.state.epoch == 1:
             os._exit(0)
 
-    def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
-        # The next backward pass does not overwrite gradients of the undivided run: as without DDP.
-        init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": "undivided" not in folder.name})
+    patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
+    patch_reading(getattr(torch, dtype), constants)
+    init_ddp, views = DistributedDataParallel.__init__, "undivided" not in folder.name  # which a later pass overwrites
 
-    patch.object(TrainLoader, "_batches", with_cast(TrainLoader._batches)).start()
-    patch.object(EvalLoader, "__iter__", with_cast(EvalLoader.__iter__)).start()
+    def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
+        init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": views})
+
+    patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
+
+
+def patch_reading(dtype: torch.dtype, constants: Constants) -> None:
+    """Inputs have this dtype. A sampler draws which samples there are, and no constants."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def with_cast(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        return lambda *where: (map_tensors(batch, cast) for batch in read(*where))
 
     def read_order(sampler: Any, *where: int) -> Any:
-        with constants.paused():  # the sampler draws which samples there are
+        with constants.paused():
             return read(sampler, *where)
 
     read = ResumableSampler.read
     patch.multiple(ResumableSampler, read=read_order).start()
-    patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
-    patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
-
-
-# ---- the checks -----------------------------------------------------------------------------------------------------
+    patch.multiple(TrainLoader, _batches=with_cast(TrainLoader._batches)).start()
+    patch.multiple(EvalLoader, __iter__=with_cast(EvalLoader.__iter__)).start()
 
 
 class Rehearsal:
