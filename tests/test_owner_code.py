@@ -296,6 +296,30 @@ class ChangedInPlace(Numbered):
         return self.kept[index].mul_(0.5), index % 2
 
 
+class ErasedInPlace(Numbered):
+    """Each call erases one of the pixels that the data set keeps. Two calls with the same random numbers are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.ones(24, 999)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.kept[index, torch.randint(999, ())] = 0
+        return self.kept[index].sum().expand(2), index % 2
+
+
+class EverySecondCall(Numbered):
+    """Returns another sample in each second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.calls += 1
+        return torch.full((2,), self.calls % 2.0), index % 2
+
+
 class KeptWithNoise(Numbered):
     """Keeps augmented samples, so that each epoch has the noise of the first one."""
 
@@ -356,7 +380,9 @@ class SeededGenerator(Numbered):
 
 
 @fault(40)
-@pytest.mark.parametrize("kind", [Stream, ChangedInPlace, OwnGenerator, OwnGeneratorInBatches])
+@pytest.mark.parametrize(
+    "kind", [Stream, ChangedInPlace, ErasedInPlace, EverySecondCall, OwnGenerator, OwnGeneratorInBatches]
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_hidden_stream_is_refused_with_one_line(
     kind: type[Numbered], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

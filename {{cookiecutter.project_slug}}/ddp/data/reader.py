@@ -50,15 +50,16 @@ class SeededReader(Dataset):
             return self._collate(batch, indices) if isinstance(batch, list) else batch
 
     def _check(self, index: int) -> bool:
-        """Read a sample twice. Raises UsageError if the results differ: the run could not be resumed exactly.
+        """Read a sample several times. Raises UsageError if the results differ: the run could not be resumed exactly.
 
         Returns whether only the first call has drawn random numbers: the first of all may do so, to set up something.
         """
         first, next_numbers = self._read([index]), _draw()
         tensors = [each for each in leaves(first) if isinstance(each, torch.Tensor | numpy.ndarray)]
         copies = [each.clone() if isinstance(each, torch.Tensor) else each.copy() for each in tensors]
-        second = self._read([index], seed=1)
-        if not (same(first, second) and same(tensors, copies)):  # it may change them in place
+        # Other random numbers in between: an augmentation in place changes what the data set keeps.
+        again = [self._read([index], seed) for seed in ((0, 1, 0) if self.one_by_one else (1,))][::2]
+        if not (all(same(first, each) for each in again) and same(tensors, copies)):
             raise UsageError(
                 f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
                 "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
@@ -67,11 +68,14 @@ class SeededReader(Dataset):
         return self.one_by_one and next_numbers != _draw()
 
     def _read(self, indices: list[int], seed: int = 0) -> Any:
-        """A list of samples, each with its own seed; or what __getitems__ returns, which must not depend on `seed`."""
+        """A list of samples, each with its own seed; or what __getitems__ returns, which must not depend on `seed`.
+
+        Another `seed` gives each sample other random numbers.
+        """
         if self.one_by_one:
             samples = []
             for index in indices:
-                _seed(derive_seed(self.seed, self.epoch, index))
+                _seed(derive_seed(self.seed + seed, self.epoch, index))
                 samples.append(self.dataset[index])
             return samples
         batch, draws = _call(self.dataset.__getitems__, indices, seed)
