@@ -41,7 +41,7 @@ from ddp.core.signals import LAUNCHER_GONE, stop_signal
 from ddp.distributed import failure_monitor, process_group, rank_reports, stop_sync
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv, find_rank_env
-from ddp.distributed.rank_reports import Collective, RankReports, Report, backend_of, collective_count
+from ddp.distributed.rank_reports import RECORDERS, Collective, RankReports, Report, backend_of, collective_count
 from ddp.distributed.stop_sync import MAX_STEPS_BETWEEN_SYNCS, StopSync, largest
 from ddp.distributed.tensors import Mark, Streams
 from ddp.entrypoint.run_main import run_as_rank
@@ -1003,15 +1003,25 @@ def test_a_thread_asks_for_a_mark_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
-@pytest.mark.parametrize("name", ["ProcessGroupNCCL", "ProcessGroupNCCL2"])
-def test_every_nccl_backend_takes_a_timeout(name: str) -> None:
+def test_every_nccl_backend_takes_a_timeout() -> None:
     """Also that of torch 2.15, without _set_default_timeout: each run over NCCL ended with an AttributeError."""
-    kind = getattr(dist.distributed_c10d, name, None)
-    if kind is None:
-        pytest.skip(f"this torch has no {name}")
-    backend = mock.create_autospec(kind, instance=True)
-    process_group._set_nccl_timeout(backend, timedelta(seconds=1.5))
-    assert [call.args for call in backend.method_calls] == [(timedelta(seconds=1.5),)]
+    timeout = timedelta(seconds=1.5)
+    made_up = mock.create_autospec(dist.ProcessGroupNCCL, instance=True)  # a real one needs a GPU
+    process_group._set_nccl_timeout(made_up, timeout)
+    assert [call.args for call in made_up.method_calls] == [(timeout,)]
+    nccl2 = getattr(dist.distributed_c10d, "ProcessGroupNCCL2", None)
+    if nccl2 is None:
+        pytest.skip("this torch has no ProcessGroupNCCL2")
+
+    def set_it(env: RankEnv) -> int:
+        options = dist.ProcessGroupNCCL.Options()
+        options.enable_reconfigure = True  # does not connect yet, and so needs no GPU
+        backend: Any = nccl2(dist.HashStore(), 0, 1, options)
+        process_group._set_nccl_timeout(backend, timeout)
+        is_set = (backend.name(), backend.options._timeout) == (RECORDERS[-1][-1], timeout)
+        os._exit(7 if is_set else 1)  # to free the object would need a GPU
+
+    assert Ranks(1, set_it).wait() == [7]
 
 
 def run_waits(waits: Callable[[DistContext], Any], env: RankEnv) -> int:
