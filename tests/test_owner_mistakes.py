@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import main
 import model
 from config import Config
 from ddp.checkpoint.reuse import load_weights, read_weights
+from ddp.checkpoint.state import TrainState
 from ddp.core.errors import UsageError
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets, hooks_of, set_epoch
@@ -829,6 +831,33 @@ def test_random_metrics_are_those_of_rank_0() -> None:
         return meter.take()
 
     assert on_ranks(2, take, "--device=cpu") == [{"metric": 2}] * 2
+
+
+def test_metrics_of_one_rank_are_refused_and_rounding_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """best.pt followed the samples of rank 0; a resumed run ended where the ranks had different best steps."""
+    evaluate = main.evaluate
+
+    def of_one_rank(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
+        return evaluate(model, loader, config, ctx) | {"score": ctx.rank / 2, "undefined": math.nan}
+
+    def rounded(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
+        return evaluate(model, loader, config, ctx) | {"score": 1 + ctx.rank * 1e-6, "undefined": math.nan}
+
+    monkeypatch.setattr(main, "evaluate", of_one_rank)
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path / "one", code=2))
+    assert error.startswith("error: evaluate() in main.py returned score=0.0 on rank 0 and 0.5 on rank 1: add it up")
+    monkeypatch.setattr(main, "evaluate", rounded)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    update_best = TrainState.update_best
+
+    def note(state: TrainState, value: float, metrics: Any) -> bool:
+        (seen / str(os.getpid())).write_text(str(metrics["score"]))
+        return update_best(state, value, metrics)
+
+    monkeypatch.setattr(TrainState, "update_best", note)
+    train(2, *OPTIONS, "--output-dir", tmp_path / "other")
+    assert [file.read_text() for file in seen.iterdir()] == ["1.0"] * 2, "both ranks decide by that of rank 0"
 
 
 def test_a_loss_next_to_its_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What a run reports while it trains: lines of metrics, its speed, status.json, and a progress bar."""
 
 import logging
+import math
 import resource
 import sys
 import time
@@ -288,6 +289,23 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         except (TypeError, ValueError, RuntimeError) as error:
             remedy = "return one number for each name, NaN where it is undefined"
             raise UsageError(f"compute_metrics in model.py returned {name}={value!r}: {remedy}") from error
+
+
+def same_metrics(metrics: Mapping[str, Any], ctx: DistContext) -> Mapping[str, Any]:
+    """`metrics`, by which the ranks decide: where rounding makes them differ, those of rank 0. Call on every rank.
+
+    Raises UsageError for a metric that cannot be logged, or is not the same on all ranks.
+    """
+    check_metrics(metrics)
+    everyone = ctx.gather({name: float(value) for name, value in metrics.items()})
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for name in {**first, **theirs}:
+            one, other = first.get(name), theirs.get(name)
+            if str(one) != str(other) and (one is None or other is None or not math.isclose(one, other, rel_tol=1e-3)):
+                reason = f"evaluate() in main.py returned {name}={one} on rank 0 and {other} on rank {rank}"
+                raise UsageError(f"{reason}: add it up over the ranks with a Meter, or return ctx.on_main(lambda: it)")
+    return metrics if all(str(theirs) == str(first) for theirs in everyone) else first  # NaN is not equal to NaN
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
