@@ -405,7 +405,7 @@ def test_the_annotation_of_an_option_says_how_its_value_is_read() -> None:
     with pytest.raises(UsageError, match=r"--limit: '3\.5' must be an integer"):
         Annotated.parse(["--limit", "3.5"])
 
-    for default, hint in ((None, Path), (("a",), tuple[str, ...]), ((1, 2), list[int]), (None, int | str)):
+    for default, hint in ((None, Path), (("a",), tuple[str, ...]), ([1, 2], list[int]), (None, int | str)):
         unclear = make_dataclass("Unclear", [("where", hint, option(default, "a path"))], bases=(RunConfig,))
         with pytest.raises(UsageError, match=r"where in config.py is no option that a command line has: annotate"):
             unclear.parse([])

@@ -353,6 +353,37 @@ def test_samples_that_keep_their_first_random_numbers_are_refused() -> None:
     by_rank(1, first)
 
 
+class DrawsInPrepare(Noise, BatchDataset):
+    def prepare(self, batch: Any) -> Any:
+        return batch[0] * random.random(), batch[1]
+
+
+class DrawsInAugment(Noise, BatchDataset):
+    def augment(self, batch: Any, epoch: int) -> Any:
+        return batch[0] + torch.rand(3), batch[1]
+
+
+class DrawsWithNumpy(Noise, BatchDataset):
+    def augment(self, batch: Any, epoch: int) -> Any:
+        return batch[0] + numpy.random.rand(), batch[1]
+
+
+@fault(40)
+def test_random_numbers_of_many_samples_are_refused_in_training_alone() -> None:
+    """A resumed run would draw others: it begins in the middle of what is prepared together."""
+
+    def first(ctx: DistContext) -> None:
+        given = options("--batch-size=4", "--workers=0")
+        for kind in (DrawsInPrepare, DrawsInAugment, DrawsWithNumpy):
+            with pytest.raises(
+                UsageError, match=f"{kind.__name__}: augment or prepare draws random numbers in training"
+            ):
+                next(TrainLoader(kind(), given, ctx).steps(0)).rest()
+        assert len(list(EvalLoader(DrawsInPrepare(), given, ctx))) == 6
+
+    by_rank(1, first)
+
+
 class OwnGenerator(Numbered):
     """Draws from a generator that no checkpoint holds."""
 

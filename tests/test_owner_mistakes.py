@@ -608,6 +608,7 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
 def test_mix_may_be_an_attribute() -> None:
     def targets(ctx: DistContext) -> list[int]:
         own = Hooked()
+        own.prepare = lambda batch: batch  # type: ignore[method-assign]
         own.mix = lambda inputs, targets: (inputs, torch.full_like(targets, 7))  # type: ignore[method-assign]
         config = Config.parse(["--device=cpu", "--workers=0", "--batch-size=4"])
         ((_, found),) = next(TrainLoader(own, config, ctx).steps(0))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import rehearse
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from project_runs import python
 from template_copy import changed_main, copy_template, shrink
@@ -316,7 +317,7 @@ def test_a_mistake_in_a_sharded_run_is_named(tmp_path: Path, monkeypatch: pytest
 def divisions(folder: Path, *options: str) -> dict[str, list[str]]:
     """What the checks find for 2 passes and for 2 processes, with what they say after the name of the division."""
     found = {name: each for name, each, _ in rehearsal(folder, *options).divisions()}
-    return {name.partition("samples in ")[2]: each for name, each in found.items()}
+    return {name.partition("samples in ")[2] or name: each for name, each in found.items()}
 
 
 PASSES, PROCESSES = (
@@ -558,10 +559,68 @@ def test_a_run_that_changes_no_weight_is_found(tmp_path: Path, monkeypatch: pyte
     assert list(divisions(tmp_path).values()) == [["no weight changed in 16 steps"]] * 2
 
 
-def test_a_loss_that_compares_samples_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class AllGather(torch.autograd.Function):
+    """rows [n, d] -> the rows of all ranks [ranks x n, d]. Its backward pass adds up the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        dist.all_reduce(total := gradient.clone())
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def contrast(gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Any], Tensor]:
+    """A loss that compares each sample with those of all ranks."""
+
+    def loss(outputs: Tensor, targets: Tensor, config: Any) -> Tensor:
+        if not (torch.is_grad_enabled() and dist.is_initialized()):
+            return F.cross_entropy(outputs, targets)
+        first = dist.get_rank() * len(outputs)
+        return F.cross_entropy(outputs @ gather(outputs).T, torch.arange(first, first + len(outputs)))
+
+    return loss
+
+
+def without_gradient(rows: Tensor) -> Tensor:
+    """Only this rank's rows have one, as in widely copied code."""
+    everyone = list(AllGather.apply(rows.detach()).chunk(dist.get_world_size()))
+    everyone[dist.get_rank()] = rows
+    return torch.cat(everyone)
+
+
+@pytest.mark.slow
+def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(Small)(monkeypatch)
     monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
-    ((name, found, _),) = rehearsal(tmp_path).divisions()
-    assert "LOSS_COMPARES_SAMPLES" in name and not found and not [*tmp_path.iterdir()]
+    left_out = {"2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py": []}
+    alone = {"2 processes are not checked: each compares the samples that it has itself": []}
+    assert divisions(tmp_path / "alone") == left_out | alone
+    monkeypatch.setattr(model, "compute_loss", contrast(AllGather.apply))
+    assert divisions(tmp_path / "right") == left_out | {PROCESSES: []}
+    monkeypatch.setattr(model, "compute_loss", contrast(without_gradient))
+    assert divisions(tmp_path / "wrong")[PROCESSES]
+
+
+@pytest.mark.slow
+def test_metrics_that_depend_on_a_division_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are right: with loss_terms, and a mean over other terms than the samples that batch_totals counts."""
+    with_class_weights(monkeypatch)
+    weights = torch.tensor([9.0] + [1.0] * 9)
+    monkeypatch.setattr(model, "loss_terms", lambda outputs, targets: weights[targets].sum(), raising=False)
+    found = divisions(tmp_path / "one")
+    assert set(found) == {PASSES, PROCESSES}
+    for each in found.values():
+        assert re.fullmatch(r"train loss of step \d is [\d.]+, and [\d.]+ if the batch is divided", each[0]), each
+        assert any(line.startswith("val loss of step 8 is ") for line in each), each
+    for each in divisions(tmp_path / "two", "--eval-batch-size=16").values():
+        assert each and not any(line.startswith("val") for line in each), "with batches of one size"
 
 
 # ---- more of a run ---------------------------------------------------------------------------------------------------

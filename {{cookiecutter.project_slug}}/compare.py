@@ -2,18 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp.checkpoint import storage
 from ddp.core.parts import of_parts
-from ddp.distributed.tensors import digest, named_leaves, whole, whole_tree
+from ddp.distributed.tensors import digest, named_leaves, whole_tree
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
 OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint
@@ -62,45 +59,6 @@ def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
     return entries
 
 
-class Constants(TorchDispatchMode):
-    """Torch's random numbers are constants, so that they are the same for each sample in any batch."""
-
-    drawn = off = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.off = True
-        yield
-        self.off = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, results = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
-        if self.off or torch.Tag.nondeterministic_seeded not in function.tags or "attention" in name:
-            return results
-        self.drawn = True
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(results[1])
-        if name == "randperm":
-            return results.copy_(torch.arange(len(results)))
-        return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
-
-
-def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:
-    """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank.
-
-    Buffers are those of numbers that checkpoints hold, sorted: a queue may hold the samples of a step in another order.
-    """
-    state: dict[str, torch.Tensor] = {}
-    for number, model in enumerate(models):
-        state |= {f"weights.{number}.{name}": whole(value).detach() for name, value in model.named_parameters()}
-        saved = model.state_dict().keys()
-        for name, value in model.named_buffers():
-            if name in saved and (value.is_floating_point() or value.is_complex()):
-                real = torch.view_as_real(whole(value).resolve_conj()) if value.is_complex() else whole(value)
-                state[f"buffers.{number}.{name}"] = real.detach().flatten().sort().values
-    ctx.on_main(torch.save, state, path)
-
-
 def update_differences(one: Path, other: Path, limit: float) -> tuple[float, list[str]]:
     """By which part of its update the state of two runs differs, at most; and a text, if that is above `limit`.
 
@@ -122,6 +80,19 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
                 name = max(apart, key=lambda name: apart[name]).split(".", 2)[2]
                 return largest, [f"{name} and others differ by {part:.2g} of the update of step {step}"]
     return largest, []
+
+
+def metric_differences(one: Path, other: Path, limit: float) -> list[str]:
+    """How the metrics of two runs differ, as texts: by more than `limit`, and by more than this part of them."""
+    first, second = ({(line["split"], line["step"]): line for line in metrics_lines(path)} for path in (one, other))
+    return [
+        f"{split} {name} of step {step} is {value:.6g}, and {divided:.6g} if the batch is divided"
+        for (split, step), line in first.items()
+        for name, value in line.items()
+        if name not in SPEEDS
+        and str(value) != str(divided := second[split, step][name])  # both may be NaN
+        and not math.isclose(value, divided, rel_tol=limit, abs_tol=limit)
+    ]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor | None, *, finite: bool = False) -> float:

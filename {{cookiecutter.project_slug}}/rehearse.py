@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,30 +22,25 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P and -I leave it out
 import main as project
 import model as task
-from compare import Constants, differences, metrics_lines, newest, save_state, update_differences
+from compare import differences, metric_differences, metrics_lines, newest, update_differences
 from config import Config
-from ddp.checkpoint.state import weights_of_optimizers
 from ddp.core.errors import ExitCode, Stopped, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
 from ddp.core.signals import SignalHandler
-from ddp.data.dataset import BatchDataset, data_name, hooks_of
-from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.dataset import data_name, hooks_of
 from ddp.data.reader import SeededReader, hand_over, same
-from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.data.workers import moved_positions, start_workers
-from ddp.distributed.tensors import map_tensors
 from ddp.entrypoint.run_main import SpawnSignals, run_and_exit, spawn
-from ddp.training.run import Run
+from rehearsal_runs import SAVED_EVERY, divided_run, rehearsed_main, whole_run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
-STEPS, SAVED_EVERY = 8, 3  # steps of an epoch, and batches of an evaluation, at most; steps from save to save
+STEPS = 8  # of an epoch, and batches of an evaluation, at most
 READ_AT_ONCE = 64  # samples of each set
 LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
 KEEP = [
@@ -56,6 +50,7 @@ KEEP = [
 RESUME = [
     *KEEP,
     "a sample that the dataset keeps, and changes in place: change a clone",
+    "gradients that a step leaves behind: call zero_grad() of each optimizer",
     "a sampler or a dataset that counts: use (epoch, start, stop) and the index, and set_epoch(epoch) for the epoch",
     "rounding, on GPUs and with more than two processes: pass --deterministic",
 ]
@@ -63,128 +58,14 @@ SHARE = ["a file, an archive or a connection that was open before the workers we
 EVALUATE = [*KEEP, "a metric that is no sum over samples; a loss that depends on the batch: pass --eval-batch-size"]
 DIVIDE = [
     "a loss that is a mean over tokens, nodes or weights, and not over samples: define loss_terms in model.py",
+    "a logged loss that is a mean over something else than samples; a metric of the last pass: see batch_totals",
+    "rows of other processes without their gradient: see AllGather in docs/recipes.md",
+    "samples that collate or compute_gradients mixes: use `mix` in data.py, which this check leaves out",
     "a buffer or another state that changes in each forward pass, or on one rank: see 'A queue' in docs/recipes.md",
     "random numbers of random or numpy in the model or the loss: use those of torch",
     "a gradient that is kept over the next backward pass, which overwrites it: clone it",
     "a loss that compares the samples of a batch: write LOSS_COMPARES_SAMPLES = True in model.py to skip this check",
 ]
-
-
-def rehearsed_main(steps: int, inside: Callable[[Path], None], config: Config, rank_env: Any) -> None:
-    """main.main as one rank, with few samples. `inside` is called first, with the output directory: it patches more."""
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    init_train, init_eval = TrainLoader.__init__, EvalLoader.__init__
-
-    def limit_train(loader: Any, *arguments: Any) -> None:
-        init_train(loader, *arguments)
-        order, length, limit = loader.order, loader.sampler.length, steps * loader.global_batch
-        loader.sampler.length = lambda epoch: min(length(epoch), limit)
-        if type(order) is Shuffled:  # the same samples in each epoch, from all parts of the data
-            few = Shuffled(min(limit, loader.length), order.seed)
-            vars(order)["indices"] = lambda *where: few.indices(*where) * (loader.length // few.samples)
-
-    def limit_eval(loader: Any, *arguments: Any) -> None:
-        init_eval(loader, *arguments)
-        limit = min(loader.length, steps * loader.chunk_size)  # from all parts of the data
-        limit -= limit > 1 and limit % loader.chunk_size == 0  # the last batch is smaller
-        loader.dataset = Subset(loader.dataset, [number * loader.length // limit for number in range(limit)])
-        loader.length = limit
-
-    patch.multiple(TrainLoader, __init__=limit_train).start()
-    patch.multiple(EvalLoader, __init__=limit_eval).start()
-    inside(folder)
-    project.main(config, rank_env)
-
-
-def whole_run(killed_in: int, folder: Path) -> None:
-    """Patch a run: killed with SIGKILL in this epoch, counted from 1; 0: not at all."""
-    resume, advance, log_eval = Run.resume, Run.advance, Run.log_eval
-
-    def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
-        resume(run, train_loader, training)
-        names = {key: [name for name, _ in each] for key, each in weights_of_optimizers(vars(training)).items()}
-        run.ctx.on_main((folder / "names").write_text, json.dumps(names))
-
-    def advance_and_die(run: Any) -> None:
-        advance(run)
-        length = run.run_log.steps_per_epoch
-        after = {1: SAVED_EVERY + 2, 2: SAVED_EVERY - 1}.get(killed_in, 0)  # steps of the epoch
-        if run.state.step == (killed_in - 1) * length + min(after, length):
-            run.checkpoints.writer.done.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def log_and_write_metrics(run: Any, metrics: Any, loader: Any) -> None:
-        log_eval(run, metrics, loader)
-        run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics, default=float))
-
-    patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
-
-
-def divided_run(dtype: str, plain: bool, folder: Path) -> None:
-    """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
-
-    plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
-    """
-    torch.set_default_dtype(getattr(torch, dtype))
-    resume, advance, constants, by_design = Run.resume, Run.advance, Constants(), dict[str, bool]()
-
-    def write(run: Any) -> None:
-        save_state(run.models, folder / f"step_{run.state.step}.pt", run.ctx)
-        run.ctx.on_main((folder / "by_design").write_text, json.dumps([text for text in by_design if by_design[text]]))
-
-    def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
-        resume(run, train_loader, training)
-        run.models = [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
-        parts = [part for model in run.models for part in model.modules()]
-        norms = [part for part in parts if hasattr(part, "running_mean") and not [*part.children()]]
-        by_design.update({"BatchNorm": bool(norms), "mix": type(train_loader.hooks).mix is not BatchDataset.mix})
-        write(run)
-        if plain:
-            patch.multiple(type(train_loader.hooks), mix=BatchDataset.mix).start()
-            for norm in norms:
-                patch.object(norm.eval(), "train", lambda mode=True, norm=norm: norm).start()
-            constants.__enter__()
-
-    def advance_and_write(run: Any) -> None:
-        by_design["random numbers"] = constants.drawn
-        advance(run)
-        complete = run._epoch_is_complete()
-        if complete or run.state.step == 1:
-            write(run)
-        if complete and run.state.epoch == 1:
-            os._exit(0)
-
-    patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
-    patch_reading(getattr(torch, dtype), constants)
-    init_ddp, views = DistributedDataParallel.__init__, "undivided" not in folder.name  # which a later pass overwrites
-
-    def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
-        init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": views})
-
-    patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
-
-
-def patch_reading(dtype: torch.dtype, constants: Constants) -> None:
-    """Inputs have this dtype. A sampler draws which samples there are, and no constants."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def with_cast(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda *where: (map_tensors(batch, cast) for batch in read(*where))
-
-    def read_order(sampler: Any, *where: int) -> Any:
-        with constants.paused():
-            return read(sampler, *where)
-
-    read = ResumableSampler.read
-    patch.multiple(ResumableSampler, read=read_order).start()
-    patch.multiple(TrainLoader, _batches=with_cast(TrainLoader._batches)).start()
-    patch.multiple(EvalLoader, __iter__=with_cast(EvalLoader.__iter__)).start()
 
 
 class Rehearsal:
@@ -194,14 +75,17 @@ class Rehearsal:
         config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
         config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
         config.rehearse()
-        config.eval_batch_size = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
+        self.divides_evaluations = config.eval_batch_size is None  # otherwise the metrics may depend on it
+        self.eval_batch = config.eval_batch_size or config.batch_size  # several batches, also of data in memory
+        config.eval_batch_size = self.eval_batch
         self.config, self.nproc, self.folder, self.start, self.steps = config, nproc, folder, start, steps
 
     def run(self, name: str, inside: Any, nproc: int = 0, code: int | None = 0, **changes: Any) -> Path:
         """The output directory of a run. Raises UserError unless it ends with `code`; None accepts any."""
         output_dir = self.folder / name
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # what the ranks print goes to a file
-            main, config = partial(rehearsed_main, self.steps, inside), replace(self.config, **changes)
+            main = partial(rehearsed_main, self.steps, self.eval_batch, inside)
+            config = replace(self.config, **changes)
             self.code = self.start(main, replace(config, output_dir=str(output_dir)), nproc or self.nproc)
         if code not in (None, self.code):
             lines = (output_dir / "output").read_text().splitlines()
@@ -275,29 +159,42 @@ class Rehearsal:
 
     def divisions(self) -> Iterator[Check]:
         """The check of each way to divide a global batch: whether its state is that of the undivided batch."""
-        if getattr(task, "LOSS_COMPARES_SAMPLES", False):
-            yield "a divided batch is not checked: LOSS_COMPARES_SAMPLES in model.py", [], []
-            return
+        ways: dict[str, Any] = {"2 passes": {"grad_accum_steps": 2}, "2 processes": {"nproc": 2}}
+        compares = getattr(task, "LOSS_COMPARES_SAMPLES", False)
+        if compares:
+            del ways["2 passes"]
+            yield "2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py", [], []
+        if torch.cuda.is_available() and torch.cuda.device_count() == 1:
+            del ways["2 processes"]
         half, dtype = max(1, self.config.batch_size // 2), "float64"
-        one = self.divided("undivided float64", dtype, batch_size=2 * half, code=None)
+        one = self.divided("undivided float64", dtype, 2 * half, code=None)
         if self.code != 0:  # a part of the task asks for float32
-            one = self.divided("undivided", dtype := "float32", batch_size=2 * half)
-        ways: dict[str, Any] = {"2 passes": {"grad_accum_steps": 2}}
-        if not torch.cuda.is_available() or torch.cuda.device_count() > 1:
-            ways["2 processes"] = {"nproc": 2}
+            one = self.divided("undivided", dtype := "float32", 2 * half)
         for way, how in ways.items():
+            other = self.divided(way, dtype, half, **how)
+            if compares and not (other / "gathers").exists():
+                yield "2 processes are not checked: each compares the samples that it has itself", [], []
+                continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
-            part, found = update_differences(one, self.divided(way, dtype, batch_size=half, **how), LIMITS[dtype])
+            part, found = self.apart(one, other, dtype)
             if found:
-                plain = self.divided("undivided plain", dtype, True, batch_size=2 * half)
-                other = self.divided(f"{way} plain", dtype, True, batch_size=half, **how)
-                _, found = update_differences(plain, other, LIMITS[dtype])
+                plain = self.divided("undivided plain", dtype, 2 * half, True)
+                other = self.divided(f"{way} plain", dtype, half, True, **how)
+                _, found = self.apart(plain, other, dtype)
                 causes = " and ".join(json.loads((plain / "by_design").read_text()))
                 name += "" if found else f" (but {part:.2g} of the update, for {causes})"
             yield name, found, DIVIDE
 
-    def divided(self, name: str, dtype: str, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
-        changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False}
+    def apart(self, one: Path, other: Path, dtype: str) -> tuple[float, list[str]]:
+        """By which part of its update the state of two runs differs; and texts, if that or the metrics are too much."""
+        part, found = update_differences(one, other, LIMITS[dtype])
+        exact = dtype == "float64" and not getattr(task, "LOSS_COMPARES_SAMPLES", False)
+        return part, found or (metric_differences(one, other, LIMITS[dtype]) if exact else [])
+
+    def divided(self, name: str, dtype: str, size: int, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
+        """A run with batches of this size, also in its evaluations."""
+        changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False, "batch_size": size}
+        changes |= {"eval_batch_size": size} if self.divides_evaluations else {}
         changes = {"grad_accum_steps": 1, "checkpoint_every": None} | changes
         return self.run(name, partial(divided_run, dtype, plain), nproc, **changes)
 

@@ -69,7 +69,9 @@ def option(
     """A dataclass field that is a command-line option. It is annotated as bool, int, float or str, or that | None."""
     rules = dict(locals())  # the arguments
     rules["may_change"] = per_process if may_change is None else may_change
-    return dataclasses.field(default=rules.pop("default"), metadata=rules)
+    if isinstance(rules.pop("default"), list | dict | set):  # add_options refuses it, in one line
+        return dataclasses.field(default_factory=lambda: default, metadata=rules)
+    return dataclasses.field(default=default, metadata=rules)
 
 
 def flag_of(field_name: str) -> str:

@@ -15,12 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp.core.errors import PeerLost, UsageError, plural
 from ddp.core.host import available_cores
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, hooks_of, set_epoch
+from ddp.data.dataset import SAMPLER_REMEDY, BatchDataset, check_batch, check_outputs, data_name, hooks_of, set_epoch
 from ddp.data.reader import SeededReader, hand_over
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.data.workers import DataWait, start_workers
 from ddp.distributed.process_group import DistContext
-from ddp.distributed.seeds import derive_seed, keep_random_state, seed_step
+from ddp.distributed.seeds import derive_seed, keep_random_state, random_states, seed_step
 from ddp.distributed.stop_sync import StopRequested
 from ddp.distributed.tensors import Streams, leaves, map_tensors
 
@@ -34,7 +34,7 @@ class _Loader:
 
     def __init__(self, dataset: Any, part: str, config: RunConfig, ctx: DistContext) -> None:
         self.dataset, self.hooks, self.config, self.ctx = dataset, hooks_of(dataset), config, ctx
-        self.length = len(dataset)
+        self.length, self.checked = len(dataset), False  # whether a batch of the training was prepared
         # Otherwise ranks would take different numbers of steps, and wait for each other.
         ctx.check_same({f"the number of {part} samples": self.length})
         self.chunk_size = self._whole_batches(self.hooks.chunk_size)
@@ -66,9 +66,16 @@ class _Loader:
         watched = DataWait(self.config, self.ctx, workers)  # the same batches; it ends a run that waits too long
         for chunk in upload(watched, self.ctx.streams):  # move
             missing -= 1
-            if epoch != EVALUATION:
-                chunk = self.hooks.augment(chunk, epoch)  # augment
-            yield self.hooks.prepare(chunk)  # prepare
+            if epoch == EVALUATION:
+                yield self.hooks.prepare(chunk)  # prepare
+                continue
+            before = None if self.checked else random_states()
+            chunk = self.hooks.prepare(self.hooks.augment(chunk, epoch))  # augment, prepare
+            if before not in (None, random_states()):
+                reason = f"{data_name(self.dataset)}: augment or prepare draws random numbers in training"
+                raise UsageError(f"{reason}: use mix, or make them from derive_seed, as docs/data.md says")
+            self.checked = True
+            yield chunk
         if missing:
             raise PeerLost(f"the DataLoader of rank {self.ctx.rank} lost {missing} of {len(indices)} batches")
 

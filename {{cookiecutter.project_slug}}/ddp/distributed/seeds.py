@@ -64,6 +64,13 @@ def same_on_all_ranks(seed: int, step: int) -> Iterator[None]:
         yield
 
 
+def random_states() -> list[Any]:
+    """Those of all generators, to compare them: any number that is drawn changes one."""
+    of_numpy: Any = numpy.random.get_state()
+    states = [random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], torch.get_rng_state().tolist()]
+    return states + ([torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else [])
+
+
 @contextmanager
 def keep_random_state() -> Iterator[None]:
     """Restore all generators when the block ends."""

@@ -183,7 +183,7 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
         if len(missing) == len(weights):  # no backward pass yet: a closure's will come, or this is another model's step
             return
         if late := [name for name in missing if not names[name].requires_grad]:
-            remedy = "freeze it before wrap_model, or let its learning rate be 0"
+            remedy = "freeze it before wrap_model, or write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"{late[0]} was frozen after wrap_model, which would wait for its gradient: {remedy}")
         if missing:
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
@@ -240,6 +240,7 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
     if (found := ctx.sum(apart.any(0).double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "change weights in optimizer.step() alone, on all ranks, by one backward() of what ddp_model returned"
+        remedy += "; numbers of random and numpy differ between ranks, those of torch do not in apply_gradients"
         raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
 
 

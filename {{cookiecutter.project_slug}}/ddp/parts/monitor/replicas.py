@@ -13,7 +13,12 @@ from ddp.core.errors import Diverged, first_few
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import named_leaves
 
-CAUSE = "a processor or memory is faulty: repeat without that machine. If your code makes ranks differ: --guard 0"
+CAUSE = (
+    "a processor or memory is faulty: repeat without that machine. Or your code makes ranks differ, such as numbers "
+)
+CAUSE += (
+    "of random or numpy in apply_gradients, where those of torch are the same on all ranks; if it should: --guard 0"
+)
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
