@@ -358,10 +358,10 @@ def test_a_signal_to_srun_alone_lets_both_nodes_save_and_is_told_by_its_exit_cod
     cluster: Slurm, project: Path
 ) -> None:
     with cluster.resolving():
-        program = cluster.srun(project, "--nodes=2", "--ntasks=2", PYTHON, "main.py", *TRAIN)
+        program = cluster.srun(project, "--job-name=alone", "--nodes=2", "--ntasks=2", PYTHON, "main.py", *TRAIN)
         program.until("step    10/", 240)
-        (step,) = cluster.run("squeue", "--steps", "--noheader", "--format=%i").split()
-        cluster.run("scancel", "--signal=USR1", step)
+        (job,) = cluster.run("squeue", "--name=alone", "--noheader", "--format=%A").split()
+        cluster.run("scancel", "--signal=USR1", f"{job}.0")  # to srun's step, next to those of other tests
         assert program.wait(120) == 75, program.output()
     assert "2 processes (srun)" in program.output()
     assert program.output().count("stopped on request and saved") == 1, program.output()

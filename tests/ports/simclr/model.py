@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LOSS_COMPARES_SAMPLES = True  # so rehearse.py divides no batch
+LOSS_COMPARES_SAMPLES = True  # so rehearse.py does not compare 1 pass with 2
 
 
 class SimCLR(nn.Module):
