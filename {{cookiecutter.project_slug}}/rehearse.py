@@ -64,7 +64,7 @@ DIVIDE = [
     "a buffer or another state that changes in each forward pass, or on one rank: see 'A queue' in docs/recipes.md",
     "random numbers of random or numpy in the model or the loss: use those of torch",
     "a gradient that is kept over the next backward pass, which overwrites it: clone it",
-    "a loss that compares the samples of a batch: write LOSS_COMPARES_SAMPLES = True in model.py, which skips the passes",
+    "a loss that compares the samples of a batch: LOSS_COMPARES_SAMPLES = True in model.py leaves the passes out",
 ]
 
 
