@@ -623,6 +623,21 @@ def test_metrics_that_depend_on_a_division_are_found(tmp_path: Path, monkeypatch
         assert each and not any(line.startswith("val") for line in each), "with batches of one size"
 
 
+@pytest.mark.slow
+def test_a_metric_of_batches_is_named_and_is_an_error_only_if_it_chooses_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(Small)(monkeypatch)
+    totals, compute = model.batch_totals, model.compute_metrics
+    monkeypatch.setattr(model, "batch_totals", lambda loss, out, y: totals(loss, out, y) | {"batches": 1})
+    monkeypatch.setattr(model, "compute_metrics", lambda sums: {**compute(sums), "batches": sums["batches"].item()})
+    remark = " (but the metrics train batches, train_epoch batches, val batches depend on the division)"
+    assert divisions(tmp_path / "one") == {PASSES + remark: [], PROCESSES + remark: []}
+    monkeypatch.setattr(model, "metric_for_best_model", lambda metrics: -metrics["batches"])
+    for first, *_ in divisions(tmp_path / "two").values():
+        assert first.startswith("val metric_for_best_model of step 8 is -")
+
+
 # ---- more of a run ---------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ddp.core.parts import of_parts
 from ddp.distributed.tensors import digest, named_leaves, whole_tree
 
 SPEEDS = ("samples_per_s", "step_ms", "data_ms", "memory_mb", *chain.from_iterable(of_parts("SPEEDS")))
+BEST = "metric_for_best_model"
 OF_ONE_RUN = ("path", "config", "callbacks", "rows")  # in a checkpoint
 
 
@@ -82,17 +84,32 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
     return largest, []
 
 
-def metric_differences(one: Path, other: Path, limit: float) -> list[str]:
-    """How the metrics of two runs differ, as texts: by more than `limit`, and by more than this part of them."""
-    first, second = ({(line["split"], line["step"]): line for line in metrics_lines(path)} for path in (one, other))
-    return [
-        f"{split} {name} of step {step} is {value:.6g}, and {divided:.6g} if the batch is divided"
-        for (split, step), line in first.items()
-        for name, value in line.items()
-        if name not in SPEEDS
-        and str(value) != str(divided := second[split, step][name])  # both may be NaN
-        and not math.isclose(value, divided, rel_tol=limit, abs_tol=limit)
-    ]
+def metric_differences(
+    one: Path, other: Path, limit: float, best: Callable[[Any], float]
+) -> tuple[list[str], list[str]]:
+    """How the losses of two runs differ, and what `best` makes of metrics; and the names of other metrics that differ.
+
+    By more than `limit`, and by more than this part of them.
+    """
+    first, second = (
+        {(line["split"], line["step"]): line | ({BEST: best(line)} if line["split"] == "val" else {}) for line in lines}
+        for lines in (metrics_lines(one), metrics_lines(other))
+    )
+    found, names = [], []
+    for (split, step), line in first.items():
+        for name, value in line.items():
+            divided = second.get((split, step), {}).get(name, math.nan)
+            if (
+                name in SPEEDS
+                or str(value) == str(divided)
+                or math.isclose(value, divided, rel_tol=limit, abs_tol=limit)
+            ):
+                continue
+            if name in ("loss", BEST):
+                found.append(f"{split} {name} of step {step} is {value:.6g}, and {divided:.6g} if the batch is divided")
+            else:
+                names.append(f"{split} {name}")
+    return found, [*dict.fromkeys(names)]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor | None, *, finite: bool = False) -> float:

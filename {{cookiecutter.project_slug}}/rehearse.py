@@ -176,20 +176,22 @@ class Rehearsal:
                 yield "2 processes are not checked: each compares the samples that it has itself", [], []
                 continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
-            part, found = self.apart(one, other, dtype)
+            part, found, others = self.apart(one, other, dtype)
             if found:
                 plain = self.divided("undivided plain", dtype, 2 * half, True)
                 other = self.divided(f"{way} plain", dtype, half, True, **how)
-                _, found = self.apart(plain, other, dtype)
+                _, found, others = self.apart(plain, other, dtype)
                 causes = " and ".join(json.loads((plain / "by_design").read_text()))
                 name += "" if found else f" (but {part:.2g} of the update, for {causes})"
+            name += f" (but the metrics {', '.join(others)} depend on the division)" if others else ""
             yield name, found, DIVIDE
 
-    def apart(self, one: Path, other: Path, dtype: str) -> tuple[float, list[str]]:
-        """By which part of its update the state of two runs differs; and texts, if that or the metrics are too much."""
+    def apart(self, one: Path, other: Path, dtype: str) -> tuple[float, list[str], list[str]]:
+        """By which part of its update the state of two runs differs; texts, if it or the loss does; other metrics."""
         part, found = update_differences(one, other, LIMITS[dtype])
-        exact = dtype == "float64" and not getattr(task, "LOSS_COMPARES_SAMPLES", False)
-        return part, found or (metric_differences(one, other, LIMITS[dtype]) if exact else [])
+        if found or dtype != "float64" or getattr(task, "LOSS_COMPARES_SAMPLES", False):
+            return part, found, []
+        return part, *metric_differences(one, other, LIMITS[dtype], task.metric_for_best_model)
 
     def divided(self, name: str, dtype: str, size: int, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
         """A run with batches of this size, also in its evaluations."""
