@@ -56,7 +56,7 @@ def load_datasets(config: Config) -> Datasets:
         seed=config.seed,
         memory_format=layout,
     )
-    datasets = Datasets(**{name: AlternatingFlips(*part, transforms) for name, part in parts.items()})
+    datasets = Datasets(**{name: AlternatingFlips(*part, transforms, read_size=32) for name, part in parts.items()})
     datasets.train.name = config.dataset  # for the log, and for the default --output-dir
     return datasets
 

@@ -87,8 +87,11 @@ def whitening_filters(images: Tensor) -> Tensor:
 
 def build_model(config: Any, train_set: Any) -> Airbench:
     """The network, with a first layer for these training images, on the CPU."""
-    samples = train_set.__getitems__(list(range(min(PATCH_IMAGES, len(train_set)))))
-    images, _ = train_set.prepare(samples)
+    if hasattr(train_set, "images"):
+        samples = train_set.__getitems__(list(range(min(PATCH_IMAGES, len(train_set)))))
+        images, _ = train_set.prepare(samples)
+    else:
+        images = torch.zeros(1, 3, PATCH, PATCH)  # for predict.py, which then loads the filters of a checkpoint
     model = Airbench(whitening_filters(images), len(train_set.classes), config.width, config.test_views)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
