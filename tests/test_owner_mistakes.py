@@ -834,31 +834,48 @@ def test_random_metrics_are_those_of_rank_0() -> None:
     assert on_ranks(2, take, "--device=cpu") == [{"metric": 2}] * 2
 
 
-def test_metrics_of_one_rank_are_refused_and_rounding_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_one_rank_are_refused_if_they_choose_the_best_and_rounding_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """best.pt followed the samples of rank 0; a resumed run ended where the ranks had different best steps."""
-    evaluate = main.evaluate
+    evaluate, score = main.evaluate, 0.0
 
-    def of_one_rank(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
-        return evaluate(model, loader, config, ctx) | {"score": ctx.rank / 2, "undefined": math.nan}
+    def with_score(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
+        return {**evaluate(model, loader, config, ctx), "score": 1 + ctx.rank * score, "none": math.nan, "n": 3}
 
-    def rounded(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
-        return evaluate(model, loader, config, ctx) | {"score": 1 + ctx.rank * 1e-6, "undefined": math.nan}
-
-    monkeypatch.setattr(main, "evaluate", of_one_rank)
-    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path / "one", code=2))
-    assert error.startswith("error: evaluate() in main.py returned score=0.0 on rank 0 and 0.5 on rank 1: add it up")
-    monkeypatch.setattr(main, "evaluate", rounded)
-    seen = tmp_path / "seen"
+    monkeypatch.setattr(main, "evaluate", with_score)
+    seen, update_best = tmp_path / "seen", TrainState.update_best
     seen.mkdir()
-    update_best = TrainState.update_best
 
     def note(state: TrainState, value: float, metrics: Any) -> bool:
         (seen / str(os.getpid())).write_text(str(metrics["score"]))
         return update_best(state, value, metrics)
 
     monkeypatch.setattr(TrainState, "update_best", note)
-    train(2, *OPTIONS, "--output-dir", tmp_path / "other")
+    score = 1e-6
+    assert "warning" not in train(2, *OPTIONS, "--output-dir", tmp_path / "rounded")
     assert [file.read_text() for file in seen.iterdir()] == ["1.0"] * 2, "both ranks decide by that of rank 0"
+    (line, *_) = lines(tmp_path / "rounded", "val")
+    assert line["score"] == 1 and type(line["n"]) is int
+    score = 0.5
+    output = train(2, *OPTIONS, "--output-dir", tmp_path / "other")
+    start = "evaluate() in main.py returned score=1.0 on rank 0 and 1.5 on rank 1"
+    assert output.count(f"warning: {start}, and that of rank 0 is logged; add it up") == 1, output
+    monkeypatch.setattr(model, "metric_for_best_model", lambda metrics: -metrics["score"])
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path / "best", code=2))
+    assert error.startswith(f"error: {start}: add it up over the ranks with a Meter, or return ctx.on_main(lambda: it)")
+
+
+def test_metrics_of_rank_0_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = main.evaluate
+
+    def on_rank_0(model: Any, loader: Any, config: Any, ctx: DistContext) -> dict[str, float]:
+        metrics = evaluate(model, loader, config, ctx) | {"accuracy": 0.5}
+        return metrics if ctx.rank == 0 else {}
+
+    monkeypatch.setattr(main, "evaluate", on_rank_0)
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error.startswith("error: evaluate() in main.py returned loss=") and "on rank 1: " in error
 
 
 def test_a_loss_next_to_its_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -600,12 +600,16 @@ def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers
     with_model(Small)(monkeypatch)
     monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
     left_out = {"2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py": []}
-    alone = {"2 processes are not checked: each compares the samples that it has itself": []}
+    alone = {"2 processes are not checked: forward and compute_loss gather no samples with dist.all_gather": []}
     assert divisions(tmp_path / "alone") == left_out | alone
     monkeypatch.setattr(model, "compute_loss", contrast(AllGather.apply))
     assert divisions(tmp_path / "right") == left_out | {PROCESSES: []}
     monkeypatch.setattr(model, "compute_loss", contrast(without_gradient))
     assert divisions(tmp_path / "wrong")[PROCESSES]
+    gather, inside = (lambda rows: without_gradient(rows) if torch.is_grad_enabled() else rows), model.forward
+    monkeypatch.setattr(model, "forward", lambda *given: inside(*given) - gather(inside(*given)).mean(0))
+    monkeypatch.setattr(model, "compute_loss", lambda outputs, y, config: F.cross_entropy(outputs, y))
+    assert divisions(tmp_path / "forward")[PROCESSES]
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from ddp.data.dataset import BatchDataset
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.rank_reports import collective_count
 from ddp.distributed.tensors import map_tensors, whole
 from ddp.training.run import Run
 
@@ -93,7 +92,7 @@ def rehearsed_main(
     def limit_eval(loader: Any, *arguments: Any) -> None:
         init_eval(loader, *arguments)
         limit = min(loader.length, steps * eval_batch)  # from all parts of the data
-        limit -= limit > 1 and limit % max(1, eval_batch // 2) == 0  # the last batch is smaller, also of divided ones
+        limit -= limit > 1 and limit % max(1, eval_batch // 2) == 0  # so that the last batch is smaller
         loader.dataset = Subset(loader.dataset, [number * loader.length // limit for number in range(limit)])
         loader.length = limit
 
@@ -161,24 +160,43 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         if complete and run.state.epoch == 1:
             os._exit(0)
 
-    compute_loss = task.compute_loss
-
-    def compute_and_note(*arguments: Any, **named: Any) -> Any:
-        before = collective_count()
-        loss = compute_loss(*arguments, **named)
-        if collective_count() > before:
-            (folder / "gathers").touch()
-        return loss
-
-    patch.object(task, "compute_loss", compute_and_note).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch_reading(getattr(torch, dtype), constants)
+    note_gathers(folder / "gathers")
     init_ddp, views = DistributedDataParallel.__init__, "undivided" not in folder.name  # which a later pass overwrites
 
     def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
         init_ddp(ddp_model, *arguments, **options | {"gradient_as_bucket_view": views})
 
     patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
+
+
+def note_gathers(mark: Path) -> None:
+    """Make this file if the forward pass or the loss gathers samples of all ranks."""
+    inside = False
+
+    def within(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal inside
+            inside = True
+            try:
+                return function(*arguments, **named)
+            finally:
+                inside = False
+
+        return call
+
+    def noted(gather: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if inside:
+                mark.touch()
+            return gather(*arguments, **named)
+
+        return call
+
+    patch.multiple(task, forward=within(task.forward), compute_loss=within(task.compute_loss)).start()
+    names = ("all_gather", "all_gather_into_tensor")
+    patch.multiple(torch.distributed, **{name: noted(getattr(torch.distributed, name)) for name in names}).start()
 
 
 def patch_reading(dtype: torch.dtype, constants: Constants) -> None:

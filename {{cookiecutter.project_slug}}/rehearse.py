@@ -59,6 +59,7 @@ EVALUATE = [*KEEP, "a metric that is no sum over samples; a loss that depends on
 DIVIDE = [
     "a loss that is a mean over tokens, nodes or weights, and not over samples: define loss_terms in model.py",
     "a logged loss that is a mean over something else than samples; a metric of the last pass: see batch_totals",
+    "a val metric that compares the samples of a batch: pass --eval-batch-size",
     "rows of other processes without their gradient: see AllGather in docs/recipes.md",
     "samples that collate or compute_gradients mixes: use `mix` in data.py, which this check leaves out",
     "a buffer or another state that changes in each forward pass, or on one rank: see 'A queue' in docs/recipes.md",
@@ -166,6 +167,8 @@ class Rehearsal:
             yield "2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py", [], []
         if torch.cuda.is_available() and torch.cuda.device_count() == 1:
             del ways["2 processes"]
+        if not ways:
+            return
         half, dtype = max(1, self.config.batch_size // 2), "float64"
         one = self.divided("undivided float64", dtype, 2 * half, code=None)
         if self.code != 0:  # a part of the task asks for float32
@@ -173,7 +176,11 @@ class Rehearsal:
         for way, how in ways.items():
             other = self.divided(way, dtype, half, **how)
             if compares and not (other / "gathers").exists():
-                yield "2 processes are not checked: each compares the samples that it has itself", [], []
+                yield (
+                    "2 processes are not checked: forward and compute_loss gather no samples with dist.all_gather",
+                    [],
+                    [],
+                )
                 continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found, others = self.apart(one, other, dtype)
@@ -182,7 +189,8 @@ class Rehearsal:
                 other = self.divided(f"{way} plain", dtype, half, True, **how)
                 _, found, others = self.apart(plain, other, dtype)
                 causes = " and ".join(json.loads((plain / "by_design").read_text()))
-                name += "" if found else f" (but {part:.2g} of the update, for {causes})"
+                apart = f"{part:.2g} of the update" if part > LIMITS[dtype] else "not its metrics"
+                name += "" if found else f" (but {apart}, for {causes})"
             name += f" (but the metrics {', '.join(others)} depend on the division)" if others else ""
             yield name, found, DIVIDE
 
@@ -191,7 +199,7 @@ class Rehearsal:
         part, found = update_differences(one, other, LIMITS[dtype])
         if found or dtype != "float64" or getattr(task, "LOSS_COMPARES_SAMPLES", False):
             return part, found, []
-        return part, *metric_differences(one, other, LIMITS[dtype], task.metric_for_best_model)
+        return part, *metric_differences(one, other, task.metric_for_best_model)
 
     def divided(self, name: str, dtype: str, size: int, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
         """A run with batches of this size, also in its evaluations."""

@@ -69,11 +69,14 @@ class _Loader:
             if epoch == EVALUATION:
                 yield self.hooks.prepare(chunk)  # prepare
                 continue
-            before = None if self.checked else random_states()
+            before = None if self.checked or self.chunk_size == self.config.batch_size else random_states()
             chunk = self.hooks.prepare(self.hooks.augment(chunk, epoch))  # augment, prepare
-            if before not in (None, random_states()):
-                reason = f"{data_name(self.dataset)}: augment or prepare draws random numbers in training"
-                raise UsageError(f"{reason}: use mix, or make them from derive_seed, as docs/data.md says")
+            if before is not None and before != random_states():
+                reason = (
+                    f"{data_name(self.dataset)}: augment or prepare draws random numbers for several batches at once"
+                )
+                remedy = "use mix, or derive_seed, as docs/data.md says; set up in __init__ what is made once"
+                raise UsageError(f"{reason}: {remedy}")
             self.checked = True
             yield chunk
         if missing:

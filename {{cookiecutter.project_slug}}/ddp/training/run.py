@@ -29,12 +29,11 @@ from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
-from ddp.training.run_log import HEARTBEAT_S, RunLog, format_metrics, same_metrics
+from ddp.training.run_log import HEARTBEAT_S, Metric, RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import check_model, check_same_weights, choose_algorithms, model_name
 
 log = logging.getLogger(__name__)
-Metric = Callable[[Mapping[str, float]], float]
 LAST_SAVE_TIMEOUT_S = 25.0  # torchrun kills the other processes 30 s after one failed
 
 
@@ -208,7 +207,7 @@ class Run:
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
         state, complete = self.state, self._epoch_is_complete()
-        metrics = same_metrics(metrics, self.ctx)
+        metrics = self.run_log.same_metrics(metrics, self.metric)
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
         self.run_log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)
@@ -240,7 +239,7 @@ class Run:
 
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader) -> None:
         """Log one of the last evaluations."""
-        self.run_log.log_eval(same_metrics(metrics, self.ctx), eval_loader, self.evaluated_state)
+        self.run_log.log_eval(self.run_log.same_metrics(metrics), eval_loader, self.evaluated_state)
 
     # ---- the end: recorded in status.json and for the user. Not collective: other ranks may be gone -----------------
 

@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.wrapping import model_name
 
 log = logging.getLogger(__name__)
+Metric = Callable[[Mapping[str, float]], float]
 STATUS_INTERVAL_S, HEARTBEAT_S = 1.0, 5.0  # for status.json: with a line of metrics, and without
 
 
@@ -55,6 +56,7 @@ class RunLog:
         self.phase = "start-up"  # until the first step; then productive, saving or evaluation
         self.output_dir = OutputDir(config)
         self.metrics: MetricLogger | None = None  # on rank 0
+        self.differ: set[str] = set()  # metrics of which a rank had another value than rank 0
         self.bar: tqdm | None = None
         self.gpu_wait = GpuWait(ctx)
         self.loader: Any = None  # from start() on, as the next two lines
@@ -194,6 +196,31 @@ class RunLog:
             speed = f"lr {lr:.4g}  {rates['samples_per_s']:,.0f} samples/s"
             self._print(state.epoch + 1, state.step, f"train  {shown}", speed, *(text for _, text in more))
 
+    def same_metrics(self, metrics: Mapping[str, Any], metric: Metric | None = None) -> dict[str, Any]:
+        """`metrics`, those of rank 0 where the ranks have others, with a warning. Call on every rank.
+
+        Raises UsageError for a metric that cannot be logged; and if the ranks have other names, or `metric` makes
+        something else of their metrics: they would choose other weights as the best.
+        """
+        check_metrics(metrics)
+        everyone = self.ctx.gather({name: float(value) for name, value in metrics.items()})
+        first, same = everyone[0], dict(metrics)
+        for rank, theirs in enumerate(everyone):
+            for name in {**first, **theirs}:
+                one, other = first.get(name, math.nan), theirs.get(name, math.nan)
+                if name in same and str(one) != str(other):
+                    same[name] = one
+                if first.keys() == theirs.keys() and _close(one, other):
+                    continue
+                found = f"evaluate() in main.py returned {name}={one} on rank 0 and {other} on rank {rank}"
+                remedy = "add it up over the ranks with a Meter, or return ctx.on_main(lambda: it)"
+                if first.keys() != theirs.keys() or (metric and not _close(metric(first), metric(theirs))):
+                    raise UsageError(f"{found}: {remedy}")
+                if name not in self.differ and self.ctx.rank == 0:
+                    log.warning(f"warning: {found}, and that of rank 0 is logged; {remedy}")
+                self.differ.add(name)
+        return same
+
     def log_eval(self, metrics: Mapping[str, float], eval_loader: EvalLoader, state: TrainState) -> None:
         """Log an evaluation of the weights that belong to `state`. Nothing, if there was no data."""
         if metrics:
@@ -291,21 +318,9 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             raise UsageError(f"compute_metrics in model.py returned {name}={value!r}: {remedy}") from error
 
 
-def same_metrics(metrics: Mapping[str, Any], ctx: DistContext) -> Mapping[str, Any]:
-    """`metrics`, by which the ranks decide: where rounding makes them differ, those of rank 0. Call on every rank.
-
-    Raises UsageError for a metric that cannot be logged, or is not the same on all ranks.
-    """
-    check_metrics(metrics)
-    everyone = ctx.gather({name: float(value) for name, value in metrics.items()})
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        for name in {**first, **theirs}:
-            one, other = first.get(name), theirs.get(name)
-            if str(one) != str(other) and (one is None or other is None or not math.isclose(one, other, rel_tol=1e-3)):
-                reason = f"evaluate() in main.py returned {name}={one} on rank 0 and {other} on rank {rank}"
-                raise UsageError(f"{reason}: add it up over the ranks with a Meter, or return ctx.on_main(lambda: it)")
-    return metrics if all(str(theirs) == str(first) for theirs in everyone) else first  # NaN is not equal to NaN
+def _close(one: float, other: float) -> bool:
+    """Whether two numbers differ by rounding alone."""
+    return str(one) == str(other) or math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)  # NaN is not close to NaN
 
 
 def format_metrics(values: Mapping[str, float]) -> str:

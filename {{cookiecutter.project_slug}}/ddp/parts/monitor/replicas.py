@@ -14,10 +14,8 @@ from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import named_leaves
 
 CAUSE = (
-    "a processor or memory is faulty: repeat without that machine. Or your code makes ranks differ, such as numbers "
-)
-CAUSE += (
-    "of random or numpy in apply_gradients, where those of torch are the same on all ranks; if it should: --guard 0"
+    "a processor or memory is faulty: repeat without that machine. Or your code makes ranks differ, such as numbers of "
+    "random or numpy in apply_gradients, where those of torch are the same on all ranks; if it should: --guard 0"
 )
 
 
