@@ -4,7 +4,7 @@
 
 In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
 epoch, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at once;
-evaluates checkpoints in new processes; and divides a global batch in three ways, which must give the same state.
+evaluates checkpoints in new processes; and divides a global batch in three ways: state and loss must be the same.
 """
 
 import json
