@@ -973,6 +973,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Steps]:
     return seen(tmp_path_factory.mktemp("none"), "in memory", 1, epochs=(0, 1))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["in memory", "in files", "in cache"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -1109,6 +1110,7 @@ def test_images_are_normalised_and_evaluation_does_not_augment() -> None:
         assert torch.allclose(together[number], (picture / 255 - mean) / std, atol=1e-5)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", ["on the GPU", "too many for it", "in a worker"])
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -1229,6 +1231,7 @@ def test_a_dictionary_of_inputs_becomes_keyword_arguments(
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("samples", "tests", "world_size", "batch"),
     [(1, 1, 1, 1), (2, 1, 2, 1), (3, 1, 3, 1), (7, 2, 3, 2), (9, 7, 2, 4), (10, 3, 2, 5), (11, 100, 3, 3)],

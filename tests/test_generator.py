@@ -30,6 +30,7 @@ from packaging.licenses import canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from project_runs import python
+from template_copy import LEAN
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -515,14 +516,15 @@ def test_a_project_has_no_word_of_a_part_that_was_not_chosen(with_parts: tuple[l
 def test_an_option_of_an_absent_part_is_refused_with_how_to_add_it(with_parts: tuple[list[str], Path]) -> None:
     names, project = with_parts
     words = {"fsdp": ["--shard"], "mirror": ["--mirror", "x"], "monitor": ["--profile"], "preflight": ["--check"]}
+    lean = {**os.environ, **LEAN, "PYTHON": sys.executable}
     for name in set(PARTS).difference(names):
         script = ["bash", "launch_node.sh"] if name == "preflight" else [sys.executable, "main.py"]
-        done = run(*script, *words[name], ok=False, cwd=project, env={**os.environ, "PYTHON": sys.executable})
+        done = run(*script, *words[name], ok=False, cwd=project, env=lean)
         parts = json.dumps({"parts": ",".join([*names, name])})
         add = f"this project has no part {name}: add it with cruft update -y --variables-to-update '{parts}'"
         add += "; without cruft, see Parts in README.md"
         assert (done.returncode, done.stderr) == (2, f"error: {words[name][0]}: {add}\n")
-        assert words[name][0] not in run(*script, "--help", cwd=project).stdout
+        assert words[name][0] not in run(*script, "--help", cwd=project, env=lean).stdout
 
 
 @pytest.mark.sample(0)
@@ -806,7 +808,7 @@ def test_two_projects_in_one_environment_import_their_own_modules(
     script = "import importlib.metadata as m; print(m.version('one'), m.version('two'))"
     assert run(python, "-c", script, cwd=elsewhere, env=environment).stdout == "0.1.0 0.1.0\n"
     for project, other in (projects, projects[::-1]):
-        printed = run(python, project / "main.py", "--help", cwd=other, env=environment).stdout.splitlines()
+        printed = run(python, project / "main.py", "--help", cwd=other, env=environment | LEAN).stdout.splitlines()
         own = {f"{project / name}" for name in ("model.py", "data.py", "config.py", "ddp/__init__.py")}
         assert {line for line in printed if line.endswith(".py")} == own
         pytest_run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", project / "tests" / "test_origin.py"]

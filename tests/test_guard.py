@@ -54,6 +54,7 @@ def flip_gradient(run: Run) -> None:
 
 
 @fault(45)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("where", "processes", "says"),
     [
@@ -176,6 +177,7 @@ def test_what_a_second_computation_would_change_is_refused(
         assert f"--guard computes the gradients twice, and each time {what} changes: " in output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool])
 def test_the_sum_of_the_bits_is_another_one_after_any_flip(dtype: Any) -> None:
     tensor = torch.ones(3, 5, 7).to(dtype).transpose(0, 2)

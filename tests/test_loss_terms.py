@@ -126,6 +126,7 @@ def distances(runs: dict[str, Any]) -> tuple[float, float]:
 
 
 @fault(54)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", [(), ("--clip-grad", 0.1)])
 def test_a_global_batch_may_be_divided_in_any_way(clip: tuple[Any, ...], tmp_path: Path) -> None:
     weights, losses = distances(trained(tmp_path, "--max-steps", 40, *clip))

@@ -1006,6 +1006,7 @@ class Sparse(Layers):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "options", "starts", "has"),
     [
@@ -1091,6 +1092,7 @@ class KeyEncoder(Layers):
         return self.second(self.query(hidden) - 0.1 * self.key(hidden))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "options", "warned"),
     [

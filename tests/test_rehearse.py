@@ -593,6 +593,7 @@ def without_gradient(rows: Tensor) -> Tensor:
     return torch.cat(everyone)
 
 
+@pytest.mark.sample(1, "what else depends on a division")
 @pytest.mark.slow
 def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -612,6 +613,7 @@ def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers
     assert divisions(tmp_path / "forward")[PROCESSES]
 
 
+@pytest.mark.sample(1, "what else depends on a division")
 @pytest.mark.slow
 def test_metrics_that_depend_on_a_division_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are right: with loss_terms, and a mean over other terms than the samples that batch_totals counts."""
@@ -627,6 +629,7 @@ def test_metrics_that_depend_on_a_division_are_found(tmp_path: Path, monkeypatch
         assert each and not any(line.startswith("val") for line in each), "with batches of one size"
 
 
+@pytest.mark.sample(1, "what else depends on a division")
 @pytest.mark.slow
 def test_a_metric_of_batches_is_named_and_is_an_error_only_if_it_chooses_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

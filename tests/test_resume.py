@@ -399,6 +399,7 @@ class Noisy(torch.utils.data.Dataset):
         return noise + index % 2, index % 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_transforms_in_a_dataset_resume_exactly_for_any_number_of_workers(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -650,7 +651,7 @@ class Queue:
     """A part of a checkpoint that is no module."""
 
     def __init__(self) -> None:
-        self.numbers = torch.zeros(MB * 16, dtype=torch.uint8)
+        self.numbers = torch.zeros(MB * 8, dtype=torch.uint8)
 
     def state_dict(self) -> dict[str, Any]:
         return {"numbers": self.numbers}
@@ -667,7 +668,7 @@ def test_a_rank_that_resumes_needs_no_memory_for_a_second_model(tmp_path: Path) 
     def peak_mb(ctx: DistContext) -> float:
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
         parts: dict[str, Any] = {f"queue_{number}": Queue() for number in range(6)}
-        parts["model"] = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(MB * 4)) for _ in range(12))
+        parts["model"] = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(MB * 2)) for _ in range(12))
         loader: Any = SimpleNamespace(dataset=None, global_batch=1, length=1, wait_s=0.0, order_facts=dict)
         loader.keep_order = lambda facts: None
         config = Config.parse(["--output-dir", str(tmp_path)])
@@ -701,7 +702,7 @@ def test_a_rank_that_resumes_needs_no_memory_for_a_second_model(tmp_path: Path) 
         assert len(peaks) >= 18
         return max(peaks)
 
-    assert max(peaks := on_ranks(2, peak_mb)) < 90, f"{peaks} MB; the model has 192 MB, the others 96"
+    assert max(peaks := on_ranks(2, peak_mb)) < 45, f"{peaks} MB; the model has 96 MB, the others 48"
 
 
 def test_another_optimizer_is_refused(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from template_copy import LEAN
 
 pytestmark = pytest.mark.slow
 STEPS = Path(__file__).resolve().parent.parent / "examples/steps"
@@ -52,7 +53,7 @@ def text_of(language: str) -> str:
 
 
 def start(folder: Path, *command: str | Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **LEAN, "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True, **pipes)
 
@@ -87,6 +88,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 # ---- the scripts run -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", "123456")
 def test_a_script_learns_on_one_and_two_processes(script: str, processes: int, tmp_path: Path) -> None:

@@ -483,6 +483,7 @@ def test_a_read_only_directory_is_refused(exists: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @fault(8)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", ["run", "run/checkpoints"])
 def test_a_directory_that_becomes_read_only_in_mid_run_makes_it_exit_with_7(
     small: None, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -604,6 +605,7 @@ class Poisoned(Awkward):
 
 @pytest.mark.slow
 @fault(23)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["model.layers.1.running_mean", "optimizer.state.0.momentum_buffer", "optimizer.state.0.phases"]
 )

@@ -61,6 +61,7 @@ def test_the_linter_accepts_the_imports_of_the_template(copy: Path) -> None:
     assert "4 kept, 0 broken" in done.stdout
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [

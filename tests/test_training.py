@@ -61,7 +61,8 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("first") / "run"
     command = ["bash", TEMPLATE / "launch_node.sh", "--nproc-per-node", "2", "--"]
     command += ["--dataset", "synthetic", "--epochs", "3", "--output-dir", output]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
+    command = [str(part) for part in command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | LEAN)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
@@ -455,6 +456,7 @@ class HalfUsed(Awkward):
         self.forgotten = torch.nn.Linear(3, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_that_the_loss_does_not_depend_on_are_named_in_one_line(
@@ -599,7 +601,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> No
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     shown = b""
     command = [sys.executable, *words, str(tmp_path / "terminal")]
-    with subprocess.Popen(command, cwd=TEMPLATE, stdout=theirs, stderr=theirs) as process:
+    with subprocess.Popen(command, cwd=TEMPLATE, stdout=theirs, stderr=theirs, env=os.environ | LEAN) as process:
         os.close(theirs)
         with contextlib.suppress(OSError):  # the end of a terminal
             while block := os.read(ours, 65536):

@@ -47,6 +47,7 @@ def numbers(result: str) -> list[str]:
 # ---- the test set ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("best", [1, 3])
 @pytest.mark.parametrize("ema", [(), ("--ema", 0.5)])
 def test_the_weights_that_validation_chose_are_tested_once(
