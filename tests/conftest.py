@@ -78,7 +78,7 @@ def sample(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], lis
     generator = random.Random(f"{SEED} {request.node.nodeid}")
 
     def choose(items: Sequence[Any], count: int) -> list[Any]:
-        if request.config.getoption("all") or count >= len(items):
+        if request.config.getoption("all") or request.config.getoption("left_out") or count >= len(items):
             return list(items)
         return [items[place] for place in sorted(generator.sample(range(len(items)), count))]
 
@@ -87,6 +87,7 @@ def sample(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], lis
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all cases of tests that are marked with `sample`")
+    parser.addoption("--left-out", action="store_true", help="run only what is left out without --all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,7 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "all cases" if config.getoption("all") else f"samples: SEED={SEED}"
+    cases = "what is not in the samples" if config.getoption("left_out") else "samples"
+    return "all cases" if config.getoption("all") else f"{cases}: SEED={SEED}"
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,6 +117,8 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         count = next(each[0].iter_markers("sample")).args[0]
         chosen = random.Random(f"{SEED} {name}").sample(each, min(count, len(each)))
         left_out |= set(each) - set(chosen)
+    if config.getoption("left_out"):  # a test that asks for the fixture has a sample within it
+        left_out = {item for item in items if item not in left_out and "sample" not in getattr(item, "fixturenames", ())}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
