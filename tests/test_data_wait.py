@@ -178,7 +178,7 @@ def test_slow_data_are_no_hang(how: str, workers: int, tmp_path: Path, monkeypat
     (tmp_path / "file").write_bytes(b"0123456789")
     slow = {
         "compute": partial(compute, 7),
-        "sleep": lambda: [time.sleep(1) for _ in range(7)],
+        "sleep": lambda: [time.sleep(0.2) for _ in range(35)],
         "read": partial(read_slowly, tmp_path / "file", 7),
         "receive": partial(receive_slowly, 7),
     }[how]
