@@ -118,7 +118,8 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = random.Random(f"{SEED} {name}").sample(each, min(count, len(each)))
         left_out |= set(each) - set(chosen)
     if config.getoption("left_out"):  # a test that asks for the fixture has a sample within it
-        left_out = {item for item in items if item not in left_out and "sample" not in getattr(item, "fixturenames", ())}
+        inside = {item for item in items if "sample" in getattr(item, "fixturenames", ())}
+        left_out = set(items) - left_out - inside
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -31,9 +31,10 @@ from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import Launcher
 from ddp.distributed.seeds import derive_seed
 from ddp.distributed.tensors import digest, map_tensors
+from ddp.training.ema import ModelEma
 from ddp.training.meter import Meter
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, wrap_model
+from ddp.training.wrapping import wrap_model
 from faults import fault
 from processes import on_ranks, train
 from small_models import build_awkward
@@ -815,6 +816,48 @@ def test_the_average_mixes_weights_and_batch_norm_only() -> None:
     assert inner[0].seen == [0, 5] and average.state_dict()["0._extra_state"] == [0, 5]
     inner[0].seen.append(6)
     assert network[0].seen == [0, 5], "a copy"
+
+
+class WithFunctions(nn.Module):
+    """Calls what is in an attribute, or a hook, as well as a layer. `kind`: which of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+        self.function: Any = {
+            "compiled": lambda: torch.compile(self.grown, backend="eager"),
+            "closure": lambda: lambda inputs: inputs * self.scale,
+            "default": lambda: lambda inputs, scale=self.scale: inputs * scale,
+            "method": lambda: self.grown,
+            "module": lambda: torch.compile(nn.Linear(1, 1), backend="eager"),
+            "plain": lambda: lambda inputs: inputs * 2,
+            "hook": lambda: F.relu,
+        }[kind]()
+        if kind == "hook":
+            self.inner.register_forward_hook(lambda layer, given, outputs: outputs * self.scale)
+
+    def grown(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(self.inner(inputs))
+
+
+@pytest.mark.parametrize("kind", ["compiled", "closure", "default", "hook", "method", "module", "plain"])
+def test_a_function_that_an_average_would_share_with_the_model_is_refused(kind: str) -> None:
+    """copy.deepcopy keeps a function as it is, with what it holds."""
+    network = nn.Sequential(WithFunctions(kind))
+    if kind in ("method", "module", "plain"):
+        average = ModelEma(network, 0.5).module
+        before = average(torch.ones(1))
+        with torch.no_grad():
+            for weight in network.parameters():
+                weight.fill_(100.0)
+        assert torch.equal(average(torch.ones(1)), before)
+        return
+    where = "0.inner._forward_hooks" if kind == "hook" else "0.function"
+    with pytest.raises(UsageError, match=f"--ema: {where} of the model is a function that holds a part of the model"):
+        ModelEma(network, 0.5)
 
 
 def test_an_average_that_follows_nothing_is_refused() -> None:

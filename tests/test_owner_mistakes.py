@@ -242,17 +242,60 @@ STEP = "                        apply_gradients(training, config)\n"
 SET = "                    training.optimizer.param_groups[0]['lr'] = 0.5\n"
 
 
-@pytest.mark.parametrize(("place", "works"), [("before", True), ("after", False), ("for one step", True)])
+TRAIN_MODE = "            ddp_model.train()\n"
+CASES = [("before", True), ("after", False), ("for one step", True), ("before the first", False)]
+
+
+@pytest.mark.parametrize(("place", "works"), CASES)
 def test_a_rate_that_no_step_would_use_is_refused(
     place: str, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = {"before": "    " + SET + STEP, "after": STEP + SET}
     back = SET.replace("0.5", "training.schedule.lr")
     lines["for one step"] = "    " + SET + STEP + back
-    monkeypatch.setattr(main, "main", changed_main({STEP: lines[place]}))
+    edits = {TRAIN_MODE: TRAIN_MODE + SET[8:]} if place == "before the first" else {STEP: lines[place]}
+    monkeypatch.setattr(main, "main", changed_main(edits))
     output = train(1, *OPTIONS, "--output-dir", tmp_path, code=0 if works else 2)
     if not works:
-        assert the_error(output).startswith("error: the learning rate was set after optimizer.step(), and ")
+        assert the_error(output).startswith("error: the learning rate was set between two steps, and ")
+
+
+def test_a_step_without_a_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would mean that there are no gradients: no step would be taken."""
+    last = "    return mean.finish(training.model)\n"
+    monkeypatch.setattr(main, "main", changed_main({last: last.replace("return ", "")}))
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert error == "error: compute_gradients in main.py returned None: return mean.finish(training.model), or True"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_no_optimizer_trains_are_named_once(
+    frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+        return torch.optim.SGD([weight for name, weight in network.named_parameters() if "s.0." not in name], config.lr)
+
+    def build_model(config: Any, train_set: Any) -> nn.Module:
+        network = build_awkward(config, train_set)
+        network.layers[0].requires_grad_(not frozen)
+        return network
+
+    monkeypatch.setattr(model, "build_optimizer", build_optimizer)
+    monkeypatch.setattr(model, "build_model", build_model)
+    output = train(2, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path)
+    names = "layers.0.weight; layers.0.bias: add them in build_optimizer, or freeze them with requires_grad_(False)"
+    assert output.count(f"warning: no optimizer trains {names}") == (not frozen)
+
+
+def test_a_rate_and_a_factor_of_one_group_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+        group = {"params": network.parameters(), "lr": config.lr * scale, "lr_scale": 0.5}
+        return torch.optim.SGD([group], config.lr)
+
+    monkeypatch.setattr(model, "build_optimizer", build_optimizer)
+    for scale, code in ((1, 0), (0.5, 2)):
+        output = train(1, *OPTIONS, "--max-steps", 2, "--output-dir", tmp_path / str(scale), code=code)
+        assert ("own `lr` and an `lr_scale`, which multiplies it: give it one" in output) == (code == 2)
 
 
 def test_a_schedule_hears_of_each_whole_epoch_and_its_state_is_kept(
@@ -683,8 +726,25 @@ def test_init_from_knows_the_versions_of_modules(prefix: str, tmp_path: Path) ->
         outer = nn.ModuleDict({name: outer})
     torch.save(outer.state_dict(), tmp_path / "weights.pt")
     config, loaded = Config.parse(["--init-from", str(tmp_path / "weights.pt")]), model_of()
-    load_weights(loaded, read_weights(config, "model"), "a file")
+    load_weights(loaded, read_weights(config, "model", loaded.state_dict()), "a file")
     assert torch.equal(loaded["a"].weight, saved["a"].weight)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_a_model_may_have_such_a_prefix_itself(prefix: str, tmp_path: Path) -> None:
+    def model_of(prefix: str) -> nn.ModuleDict:
+        built = nn.ModuleDict({"a": Scaled(2, 2)})
+        for name in prefix.split(".")[:-1][::-1]:
+            built = nn.ModuleDict({name: built})
+        return built
+
+    for other in ("", "module.", prefix):
+        saved, loaded = model_of(other), model_of(prefix)
+        torch.save(saved.state_dict(), tmp_path / "weights.pt")
+        config = Config.parse(["--init-from", str(tmp_path / "weights.pt")])
+        names = load_weights(loaded, read_weights(config, "model", loaded.state_dict()), "a file")
+        assert names == [f"{prefix}a.weight", f"{prefix}a.bias"]
+        assert all(map(torch.equal, loaded.state_dict().values(), saved.state_dict().values()))
 
 
 def test_a_schedule_may_use_one_of_torch_and_add_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import load_weights
 from ddp.checkpoint.state import FixedShapes
 from ddp.distributed.tensors import digest
-from ddp.training.wrapping import ModelEma
+from ddp.training.ema import ModelEma
 from faults import fault
 from processes import train
 

@@ -17,11 +17,12 @@ from ddp.distributed.process_group import DistContext, init_distributed
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import same_on_all_ranks, seed_everything
 from ddp.entrypoint.run_main import launch
+from ddp.training.ema import ModelEma
 from ddp.training.loss_mean import LossMean
 from ddp.training.meter import Meter
 from ddp.training.run import build, open_run, prepare
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import ModelEma, accumulate, autocast, backward, grad_scaler, weights_of, wrap_model
+from ddp.training.wrapping import accumulate, autocast, backward, grad_scaler, weights_of, wrap_model
 
 
 @dataclass

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,16 @@ def init_weights(
         like = own.get(keys[1], tensor)
         return split_like(like, tensor) if like.shape == tensor.shape else tensor
 
-    content, _ = read_on_main(ctx, lambda: {"weights": read_weights(config, name)}, keep)
+    content, _ = read_on_main(ctx, lambda: {"weights": read_weights(config, name, own)}, keep)
     loaded = load_weights(model, content["weights"], source)
     _refuse_random_constants(model, loaded, build, config, ctx)
 
 
-def read_weights(config: RunConfig, name: str) -> Mapping[str, Tensor]:
-    """The weights of --init-from, by their names in the model. `name`: the part of a checkpoint that holds them.
+def read_weights(config: RunConfig, name: str, own: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The weights of --init-from, by their names in the model, whose state_dict is `own`.
 
-    Raises UsageError, CheckpointError, or SetupError if they cannot be downloaded. Runs no code from the file.
+    name: the part of a checkpoint that holds them. Raises UsageError, CheckpointError, or SetupError if they cannot be
+    downloaded. Runs no code from the file.
     """
     if config.init_from == "torchvision":
         return _of_torchvision(getattr(config, "model", ""))
@@ -146,11 +147,19 @@ def read_weights(config: RunConfig, name: str) -> Mapping[str, Tensor]:
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
     # Of the modules, by name: an older one may load otherwise. Without what else torch stores there.
     versions = {key: {"version": each["version"]} for key, each in (getattr(content, "_metadata", None) or {}).items()}
-    for prefix in PREFIXES:
-        if all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-            versions = {f"{key}.".removeprefix(prefix).rstrip("."): value for key, value in versions.items()}
+    if not weights.keys() & own.keys():
+        theirs, ours = _prefix(weights), _prefix(own)
+        weights = {ours + key.removeprefix(theirs): value for key, value in weights.items()}
+        versions = {(ours + f"{key}.".removeprefix(theirs)).rstrip("."): value for key, value in versions.items()}
     return _with_versions(weights, versions)
+
+
+def _prefix(names: Iterable[str]) -> str:
+    """What DistributedDataParallel or torch.compile have put before all of these names."""
+    found = ""
+    for prefix in PREFIXES:
+        found += prefix * all(name.startswith(found + prefix) for name in names)
+    return found
 
 
 def _with_versions(weights: Mapping[str, Tensor], versions: Any) -> Mapping[str, Tensor]:

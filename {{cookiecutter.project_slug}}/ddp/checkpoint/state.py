@@ -79,6 +79,19 @@ def check_weights(parts: Mapping[str, Any]) -> None:
             if of_torch and hasattr(parts[name].step, "_wrapped_by_lr_sched") and not followed:  # torch marks it
                 what = f"a scheduler of torch sets the rate of Training.{name} in main.py"
                 raise UsageError(f"{what}, and no checkpoint would hold it: add it as a field of Training")
+        _warn_of_untrained_weights(parts)
+
+
+def _warn_of_untrained_weights(parts: Mapping[str, Any]) -> None:
+    """Warn of weights that no optimizer has, of a model that is trained otherwise."""
+    groups = [group for part in parts.values() for group in getattr(part, "param_groups", ())]
+    trained = {id(weight) for group in groups for weight in group["params"]}
+    for model in [part for part in parts.values() if isinstance(part, torch.nn.Module)]:
+        weights = {name: id(weight) for name, weight in model.named_parameters() if weight.requires_grad}
+        names = [name for name, key in weights.items() if key not in trained]
+        if names and len(names) < len(weights):
+            remedy = "add them in build_optimizer, or freeze them with requires_grad_(False)"
+            log.info(f"warning: no optimizer trains {first_few(names)}: {remedy}")  # on rank 0
 
 
 def check_fields(training: Any, parts: Mapping[str, Any]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ddp.core.errors import UsageError
+from ddp.core.parts import Compute
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import check_loss
+from ddp.data.dataset import check_loss, kind
 from ddp.data.loader import Step
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import leaves
@@ -69,6 +70,15 @@ class LossMean:
         if found.keys() != losses.keys():
             raise UsageError(f"loss_terms returns {sorted(found)}, but compute_loss {sorted(losses)}: use equal names")
         return torch.tensor([_checked_terms(found[name]) for name in losses], dtype=torch.double)
+
+
+def check_result(compute_gradients: Compute, *given: Any) -> bool:
+    """What compute_gradients of main.py returns. Raises UsageError if it is no bool: None would leave out each step."""
+    result = compute_gradients(*given)
+    if not isinstance(result, bool):
+        remedy = "return mean.finish(training.model), or True"
+        raise UsageError(f"compute_gradients in main.py returned {kind(result)}: {remedy}")
+    return result
 
 
 def _checked_terms(terms: Any) -> float:

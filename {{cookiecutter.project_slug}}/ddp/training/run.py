@@ -29,6 +29,7 @@ from ddp.distributed.process_group import DistContext, check_backend
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import seed_everything, seed_step
 from ddp.distributed.stop_sync import StopDecision, StopRequested
+from ddp.training.loss_mean import check_result
 from ddp.training.run_log import HEARTBEAT_S, Metric, RunLog, format_metrics
 from ddp.training.schedule import Schedule
 from ddp.training.wrapping import check_model, check_same_weights, choose_algorithms, model_name
@@ -64,6 +65,8 @@ class Run:
         self.train_loader, self.meter = train_loader, training.meter
         self.schedules = [part for part in vars(training).values() if isinstance(part, Schedule)]
         resumed_from = self.checkpoints.resume(train_loader, training)
+        for schedule in self.schedules:
+            schedule.begin()
         self.run_log.start(train_loader, resumed_from)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None
@@ -141,10 +144,10 @@ class Run:
             log.info(f"already done; to train longer, raise {limit}; or choose another --output-dir")
 
     def checked(self, compute_gradients: Compute) -> Compute:
-        """`compute_gradients`, as the parts of this project check it."""
+        """`compute_gradients`, as the parts of this project check it, and with a check of what it returns."""
         for each in self.ctx.callbacks:
             compute_gradients = each.wrap_compute(compute_gradients)
-        return compute_gradients
+        return partial(check_result, compute_gradients)
 
     def finished(self) -> bool:
         """Whether --epochs, --max-steps or --patience end the training, and it was evaluated. True with --evaluate."""
@@ -192,9 +195,8 @@ class Run:
         complete = self._epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
-            on_console = not at_end and self.run_log.steps_per_epoch > self.config.log_every
-            metrics, lr = self.meter.take(), self.schedules[0].last_lr
-            self.run_log.log_train(metrics, lr, self.meter.taken, on_console=on_console)
+            shown = not at_end and self.run_log.steps_per_epoch > self.config.log_every
+            self.run_log.log_train(self.meter.take(), self.schedules[0].last_lr, self.meter.taken, on_console=shown)
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 

@@ -1,6 +1,5 @@
-"""Turn a model into one that trains on many processes: DDP, precision, accumulation, EMA."""
+"""Turn a model into one that trains on many processes: DDP, precision, accumulation."""
 
-import copy
 import logging
 import os
 import shutil
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.parts import of_parts
@@ -41,7 +39,7 @@ def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
     synchronized = any(isinstance(part, torch.nn.SyncBatchNorm) and part.training for part in model.modules())
     if synchronized and not gpu and not config.evaluate:
         raise UsageError("the model has SyncBatchNorm, which needs a GPU: build BatchNorm, and pass --sync-bn there")
-    if config.sync_bn and not any(map(_is_batch_norm, model.modules())):
+    if config.sync_bn and not any(map(is_batch_norm, model.modules())):
         raise UsageError(f"--sync-bn: {model_name(model, config)} has no BatchNorm layer; remove it")
     if config.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError("--precision bf16: this GPU has no bfloat16; use --precision fp16")
@@ -155,11 +153,11 @@ def reads_buffers(model: torch.nn.Module) -> Callable[[], bool]:
     """
     with_buffers = [part for part in model.modules() if any(True for _ in part.buffers(recurse=False))]
     forwards = torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatchNorm.forward  # BatchRenorm has its own
-    only_batch_norm = all(_is_batch_norm(part) and type(part).forward in forwards for part in with_buffers)
+    only_batch_norm = all(is_batch_norm(part) and type(part).forward in forwards for part in with_buffers)
     return lambda: not (only_batch_norm and all(part.training for part in with_buffers))
 
 
-def _is_batch_norm(part: torch.nn.Module) -> bool:
+def is_batch_norm(part: torch.nn.Module) -> bool:
     return isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
 
 
@@ -198,7 +196,7 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
 
 def _warn_of_frozen_norms(model: torch.nn.Module, ctx: DistContext) -> None:
     """Warn, at the third step, of a BatchNorm layer whose weights do not change while its statistics do."""
-    norms = [(name, part) for name, part in model.named_modules() if _is_batch_norm(part) and part.affine]
+    norms = [(name, part) for name, part in model.named_modules() if is_batch_norm(part) and part.affine]
     frozen = [(name, part, local(part.bias).clone()) for name, part in norms if not part.bias.requires_grad]
     steps = count(1)
 
@@ -249,79 +247,6 @@ def _sums(weight: torch.Tensor) -> torch.Tensor:
     parts = weight.flatten().split(PART)
     both = [torch.stack([each.sum(dtype=torch.double), each.abs().sum(dtype=torch.double)]) for each in parts]
     return torch.stack(both).sum(0).cpu()
-
-
-class ModelEma:
-    """--ema: the average of a model's weights and BatchNorm statistics over steps. `module` has it, for evaluations.
-
-    It is kept in float32 or complex64 at least: bfloat16 would round small changes away. Its state_dict has the model's
-    own names, so `model.load_state_dict(checkpoint["ema"])` loads it for use. Plain attributes stay as they were.
-    """
-
-    def __init__(self, model: torch.nn.Module, decay: float) -> None:
-        self.module, self.average = copy.deepcopy(model).requires_grad_(False), get_ema_multi_avg_fn(decay)
-        tensors = dict(self.module.named_parameters())
-        for prefix, part in self.module.named_modules():
-            if _is_batch_norm(part):
-                tensors |= dict(part.named_buffers(prefix, recurse=False))
-        numbers = {name: own for name, own in tensors.items() if own.is_floating_point() or own.is_complex()}
-        # The tensors of `module`, or wider copies. Not the -inf of an attention mask: its average with itself is NaN.
-        finite = {name: own for name, own in numbers.items() if local(own).isfinite().all()}
-        self.averages = {name: own.to(torch.promote_types(own.dtype, torch.float32)) for name, own in finite.items()}
-        self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
-        base = torch.nn.Module.get_extra_state
-        self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
-        self.model, self.plain = model, _plain_attributes(model)
-
-    @torch.no_grad()
-    def update(self, model: torch.nn.Module) -> None:
-        """After an optimizer step: average = decay x average + (1 - decay) x weights. Everything else is copied."""
-        ours, theirs = _tensors_of(self.module), _tensors_of(model)
-        if self.averages:
-            weights = [theirs[name].to(average.dtype) for name, average in self.averages.items()]
-            self.average(list(self.averages.values()), weights, 0)
-        for name in self.rounded:
-            ours[name].copy_(self.averages[name])
-        for name in (ours.keys() & theirs.keys()).difference(self.averages):  # a first pass may register buffers
-            if ours[name].shape != theirs[name].shape:  # that of a range which fake quantisation observes
-                part, _, buffer = name.rpartition(".")
-                setattr(self.module.get_submodule(part), buffer, torch.empty_like(theirs[name]))
-                ours[name] = getattr(self.module.get_submodule(part), buffer)
-            ours[name].copy_(theirs[name])
-        for name in self.with_extra_state:
-            state = model.get_submodule(name).get_extra_state()
-            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
-
-    def state_dict(self) -> dict[str, Any]:
-        now = _plain_attributes(self.model)
-        for name in [name for name, value in self.plain.items() if now.get(name, value) != value][:1]:
-            change = f"{name} of the model was {self.plain[name]}, is {now[name]}; its average keeps the first value"
-            log.info(f"warning: --ema: {change}: make it a buffer, if it is used in an evaluation")  # on rank 0
-            self.plain = {}  # once
-        state, tensors = self.module.state_dict(keep_vars=True), _tensors_of(self.module)
-        averages = {id(tensors[name]): self.averages[name] for name in self.rounded}  # also for tied weights
-        for key, value in state.items():
-            state[key] = averages.get(id(value), value.detach() if isinstance(value, torch.Tensor) else value)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.module.load_state_dict(state)
-        for name in self.rounded:
-            self.averages[name].copy_(state[name])
-
-
-def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """Numbers and strings that no checkpoint holds, by name."""
-    return {
-        f"{prefix}.{name}".strip("."): value
-        for prefix, part in model.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str) and name != "training"
-    }
-
-
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
