@@ -243,7 +243,8 @@ SET = "                    training.optimizer.param_groups[0]['lr'] = 0.5\n"
 
 
 TRAIN_MODE = "            ddp_model.train()\n"
-CASES = [("before", True), ("after", False), ("for one step", True), ("before the first", False)]
+BUILT = "        schedule = Schedule(optimizer, config, train_loader.global_batch)\n"
+CASES = [("before", True), ("after", False), ("for one step", True), ("before the first", False), ("at first", False)]
 
 
 @pytest.mark.parametrize(("place", "works"), CASES)
@@ -253,8 +254,9 @@ def test_a_rate_that_no_step_would_use_is_refused(
     lines = {"before": "    " + SET + STEP, "after": STEP + SET}
     back = SET.replace("0.5", "training.schedule.lr")
     lines["for one step"] = "    " + SET + STEP + back
-    edits = {TRAIN_MODE: TRAIN_MODE + SET[8:]} if place == "before the first" else {STEP: lines[place]}
-    monkeypatch.setattr(main, "main", changed_main(edits))
+    edits = {"before the first": {TRAIN_MODE: TRAIN_MODE + SET[8:]}}
+    edits["at first"] = {BUILT: BUILT + SET[12:].replace("training.", "")}
+    monkeypatch.setattr(main, "main", changed_main(edits.get(place, {STEP: lines.get(place, "")})))
     output = train(1, *OPTIONS, "--output-dir", tmp_path, code=0 if works else 2)
     if not works:
         assert the_error(output).startswith("error: the learning rate was set between two steps, and ")

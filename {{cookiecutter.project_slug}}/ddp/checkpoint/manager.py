@@ -192,7 +192,8 @@ class CheckpointManager:
             self._load(content, receive)
         for each in self.ctx.callbacks:
             each.resumed(content)
-        check_weights(self.fields)
+        if not self.config.evaluate:
+            check_weights(self.fields)
         return content.get("path")
 
     def _read_on_main(self, read: Callable[[], dict[str, Any]], states: Mapping[str, Any]) -> Any:

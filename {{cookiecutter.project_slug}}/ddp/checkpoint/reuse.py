@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,15 @@ def read_weights(config: RunConfig, name: str, own: Mapping[str, Any]) -> Mappin
         raise CheckpointError(f"--init-from {path} holds no weights: it needs a state_dict, or a checkpoint of a run")
     # Of the modules, by name: an older one may load otherwise. Without what else torch stores there.
     versions = {key: {"version": each["version"]} for key, each in (getattr(content, "_metadata", None) or {}).items()}
-    if not weights.keys() & own.keys():
-        theirs, ours = _prefix(weights), _prefix(own)
-        weights = {ours + key.removeprefix(theirs): value for key, value in weights.items()}
+    theirs, ours = _prefix(weights), _prefix(own)
+    renamed = {ours + key.removeprefix(theirs): value for key, value in weights.items()}
+    if len(renamed.keys() & own.keys()) > len(weights.keys() & own.keys()):
         versions = {(ours + f"{key}.".removeprefix(theirs)).rstrip("."): value for key, value in versions.items()}
+        return _with_versions(renamed, versions)
     return _with_versions(weights, versions)
 
 
-def _prefix(names: Iterable[str]) -> str:
+def _prefix(names: Collection[str]) -> str:
     """What DistributedDataParallel or torch.compile have put before all of these names."""
     found = ""
     for prefix in PREFIXES:

@@ -4,19 +4,19 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddp.core.errors import UsageError
 from ddp.distributed.tensors import local
 from ddp.training.wrapping import is_batch_norm
 
 log = logging.getLogger(__name__)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+OF_TORCH = {*vars(torch.nn.Module()), "_compiled_call_impl"} - {"_forward_hooks", "_forward_pre_hooks"}
 
 
 class ModelEma:
@@ -27,7 +27,7 @@ class ModelEma:
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
-        _refuse_functions_over(model)
+        _warn_of_functions_over(model)
         self.module, self.average = copy.deepcopy(model).requires_grad_(False), get_ema_multi_avg_fn(decay)
         tensors = dict(self.module.named_parameters())
         for prefix, part in self.module.named_modules():
@@ -79,20 +79,27 @@ class ModelEma:
             self.averages[name].copy_(state[name])
 
 
-def _refuse_functions_over(model: torch.nn.Module) -> None:
-    """Raise UsageError for a function, as an attribute or hook, that holds a part of `model`: a copy would too."""
-    parts = {id(part) for part in chain(model.modules(), model.parameters(), model.buffers())}
+def _warn_of_functions_over(model: torch.nn.Module) -> None:
+    """Warn of a function, as an attribute or hook, that holds a part of `model`, as does a copy of it by deepcopy."""
+    averaged = [each for each in model.modules() if is_batch_norm(each) or _trained(each)]
+    parts = {id(part) for part in [*averaged, *_trained(model)]}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items() if not hasattr(module, "_orig_mod") else ():  # it compiles anew
-            values = value.values() if name in HOOKS else () if name.startswith("_") else (value,)
-            if any(id(each) in parts for function in values for each in _held_by(function, set())):
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+            held = chain.from_iterable(_held_by(each, set()) for each in values if name not in OF_TORCH)
+            if any(id(part) in parts for part in held):
                 what = f"{f'{prefix}.{name}'.strip('.')} of the model is a function that holds a part of the model"
-                remedy = "make it a method of a module, and compile with --compile"
-                raise UsageError(f"--ema: {what}, and would not use the averages: {remedy}")
+                remedy = "make it a method, or compile with --compile"
+                log.info(f"warning: --ema: {what}, so the average may use its weights: {remedy}")  # on rank 0
+
+
+def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 def _held_by(function: Any, seen: set[int]) -> Iterator[Any]:
     """What copy.deepcopy does not copy of a function: what it closes over, and its defaults."""
+    function = function.func if isinstance(function, partial) else function
     if isinstance(function, FunctionType) and id(function) not in seen:
         seen.add(id(function))
         held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -100,8 +107,9 @@ def _held_by(function: Any, seen: set[int]) -> Iterator[Any]:
             with suppress(ValueError):  # it may be empty
                 held.append(cell.cell_contents)
         for each in held:
-            yield getattr(each, "__self__", each)  # of a method
-            yield from _held_by(getattr(each, "__func__", each), seen)
+            is_method = isinstance(each, MethodType)
+            yield each.__self__ if is_method else each
+            yield from _held_by(each.__func__ if is_method else each, seen)
 
 
 def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:

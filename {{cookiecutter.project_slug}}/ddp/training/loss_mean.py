@@ -9,7 +9,7 @@ import torch
 from ddp.core.errors import UsageError
 from ddp.core.parts import Compute
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import check_loss, kind
+from ddp.data.dataset import check_loss
 from ddp.data.loader import Step
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import leaves
@@ -73,12 +73,11 @@ class LossMean:
 
 
 def check_result(compute_gradients: Compute, *given: Any) -> bool:
-    """What compute_gradients of main.py returns. Raises UsageError if it is no bool: None would leave out each step."""
+    """What compute_gradients of main.py returns. Raises UsageError for None, which would leave out each step."""
     result = compute_gradients(*given)
-    if not isinstance(result, bool):
-        remedy = "return mean.finish(training.model), or True"
-        raise UsageError(f"compute_gradients in main.py returned {kind(result)}: {remedy}")
-    return result
+    if result is None:
+        raise UsageError("compute_gradients in main.py returned None: return mean.finish(training.model), or True")
+    return bool(result)
 
 
 def _checked_terms(terms: Any) -> float:

@@ -65,8 +65,8 @@ class Run:
         self.train_loader, self.meter = train_loader, training.meter
         self.schedules = [part for part in vars(training).values() if isinstance(part, Schedule)]
         resumed_from = self.checkpoints.resume(train_loader, training)
-        for schedule in self.schedules:
-            schedule.begin()
+        for schedule in self.schedules if resumed_from is not None else ():
+            schedule.resume()
         self.run_log.start(train_loader, resumed_from)
         if not self.config.evaluate:
             self.ctx.stop_sync.save_failed = lambda: self.checkpoints.writer.error is not None

@@ -28,9 +28,11 @@ class Schedule:
             raise UsageError(f"{type(optimizer).__name__} has no learning rate: pass lr=config.lr in build_optimizer")
         self.ratios = [group["lr"] / config.lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         base = getattr(optimizer, "defaults", {}).get("lr")
-        if any(group["lr"] != base and group.get("lr_scale", 1.0) != 1 for group in optimizer.param_groups):
+        own = base is not None and [group for group in optimizer.param_groups if group["lr"] != base]
+        if own and any(group.get("lr_scale", 1.0) != 1 for group in own):
             raise UsageError("a group of weights has its own `lr` and an `lr_scale`, which multiplies it: give it one")
-        self.given: list[Any] = []  # to each group by `set`; before it, at the start
+        self.start = self._rates()  # before the first step of this process
+        self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
         try:
             optimizer.register_step_pre_hook(lambda *_: vars(self).update(used=self._rates()))
@@ -46,9 +48,9 @@ class Schedule:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
         return float(max(self.used)) if self.used else self.lr
 
-    def begin(self) -> None:
-        """The optimizer has its rates, from a checkpoint if the run resumes: nothing else sets them between steps."""
-        self.given = self._rates()
+    def resume(self) -> None:
+        """The optimizer has the rates of a checkpoint."""
+        self.start = self._rates()
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
@@ -59,8 +61,8 @@ class Schedule:
         if len(now) != len(self.ratios) and not replaced:
             remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"
             raise UsageError(f"the optimizer had {len(self.ratios)} groups of weights, has {len(now)}: {remedy}")
-        known = zip(now, self.used or self.given, self.given, strict=False)  # `set` of another class may add a group
-        if any(rate not in pair for rate, *pair in known):
+        start, self.start = [] if replaced else self.start, []
+        if any(rate not in pair for rate, *pair in zip(now, self.used or start, self.given or start, strict=False)):
             reason = "the learning rate was set between two steps, and the schedule sets it before the next one"
             remedy = "set it just before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
             raise UsageError(f"{reason}: {remedy}")
