@@ -19,7 +19,6 @@ import pytest
 import torch
 from outputs import newest, weights_and_momentum
 from PIL import Image
-from template_copy import LEAN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from faults import fault
@@ -66,7 +65,7 @@ class Run:
 
     def __init__(self, launcher: list[Any], options: list[Any], mark: str) -> None:
         self.mark = f"CHAOS={mark}".encode()
-        environment = {**os.environ, **LEAN, "CHAOS": mark, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHAOS": mark, "PYTHONUNBUFFERED": "1"}
         self.log = Path(options[-1]).parent / "log"
         with self.log.open("wb") as log:
             self.launcher = subprocess.Popen(
