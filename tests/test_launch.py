@@ -757,19 +757,25 @@ def test_nproc_exits_with_8_if_a_process_was_killed_and_corrects_the_status(smal
     assert "rank 0 was lost" in line and "resumable from step" in line and "Traceback" not in run.log()
 
 
+def started_ranks(parent: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the two ranks of a `main.py --nproc 2`, as soon as both exist."""
+    ranks: list[int] = []
+    while len(ranks) < 2:
+        assert parent.poll() is None, "it has ended"
+        time.sleep(0.02)
+        with suppress(psutil.Error):  # a short-lived child, such as gcc of a library that looks for its own files
+            children = psutil.Process(parent.pid).children()
+            ranks = [child.pid for child in children if "spawn_main" in str(child.cmdline())]
+    return ranks
+
+
 @pytest.mark.slow
 @pytest.mark.sample(0)
 @fault(1)
 def test_only_the_process_of_nproc_that_was_killed_during_the_start_is_named(tmp_path: Path) -> None:
     command = [sys.executable, MAIN, *RUN, str(tmp_path), "--nproc", "2"]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **LEAN})
-    ranks: list[int] = []
-    while len(ranks) < 2:
-        children = psutil.Process(parent.pid).children()
-        with suppress(psutil.Error):  # a short-lived one, such as gcc of a library that looks for its own files
-            ranks = [child.pid for child in children if any("spawn_main" in word for word in child.cmdline())]
-        time.sleep(0.05)
-    os.kill(max(ranks), signal.SIGKILL)  # the other one waits for it in the rendezvous
+    os.kill(max(started_ranks(parent)), signal.SIGKILL)  # the other one waits for it in the rendezvous
     _, stderr = parent.communicate(timeout=300)  # less than --timeout
     assert parent.returncode == 8, stderr
     assert "rank 1: its process" in stderr and "rank 0: its process" not in stderr
@@ -850,8 +856,7 @@ def test_ctrl_c_while_the_ranks_of_nproc_import_torch_is_one_line(tmp_path: Path
     command = [sys.executable, "main.py", "--nproc", "2", "--dataset", "synthetic", "--output-dir", str(tmp_path)]
     about: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=TEMPLATE, start_new_session=True, **about) as run:
-        while len([each for each in psutil.Process(run.pid).children() if "spawn_main" in str(each.cmdline())]) < 2:
-            time.sleep(0.02)
+        started_ranks(run)
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does, to the ranks as well
         assert run.communicate() == ("stopped on request before training began: nothing to save\n", None)
     assert run.returncode == 75
