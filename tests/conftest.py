@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from faults import FAULTS, IN_PROJECT, NOT_SHOWN
 
@@ -33,6 +34,12 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The random weights and numbers of a test do not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
