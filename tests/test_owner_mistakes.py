@@ -43,7 +43,7 @@ from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint.run_main import run_as_rank
 from ddp.training.meter import Meter
 from ddp.training.schedule import Schedule
-from ddp.training.wrapping import wrap_model
+from ddp.training.wrapping import check_same_weights, wrap_model
 from faults import fault
 from processes import Ranks, on_ranks, train
 from small_models import build_awkward
@@ -377,6 +377,23 @@ def test_a_weight_outside_of_the_model_is_refused(own: bool, tmp_path: Path, mon
     alone = "error: Training.optimizer in main.py trains a weight that no checkpoint would hold: "
     differs = "error: after step 1 the ranks have different weights, first a weight of optimizer, "
     assert error.startswith(differs if own else alone), error
+
+
+@fault(54)
+def test_a_weight_of_another_module_is_named() -> None:
+    """Both the module and the optimizer have it."""
+
+    def raised(ctx: DistContext) -> str:
+        ctx.work.sharded = False
+        network, other = nn.Linear(1, 1), nn.Linear(1, 1)
+        nn.init.constant_(other.bias, ctx.rank)
+        optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()])
+        with pytest.raises(UsageError) as error:
+            check_same_weights({"model": network, "optimizer": optimizer, "loss": other}, 1, ctx)
+        return str(error.value)
+
+    text = "after step 1 the ranks have different weights, first loss.bias: "
+    assert all(each.startswith(text) and "into the model" in each for each in on_ranks(2, raised))
 
 
 @fault(54)
@@ -778,6 +795,39 @@ def test_a_scheduler_of_torch_that_is_no_field_of_training_is_refused(
     )
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around SGD, as SAM or Lookahead. `load`: what the two have after a resume."""
+
+    def __init__(self, load: str) -> None:
+        self.inner, self.load = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), load
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict() if "inner" in self.load else super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state) if "inner" in self.load else super().load_state_dict(state)
+        if self.load == "inner, then shared":
+            self.param_groups = self.inner.param_groups
+        elif self.load == "outer, then shared":
+            self.inner.param_groups = self.param_groups
+
+
+@fault(55)
+@pytest.mark.parametrize("load", ["inner", "inner, then shared", "outer", "outer, then shared"])
+def test_an_optimizer_that_is_wrapped_keeps_the_rates_of_the_schedule(load: str) -> None:
+    optimizer = Wrapper(load)
+    schedule = Schedule(optimizer, Config.parse(["--warmup-epochs", "0"]), 64)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if "shared" not in load:
+        with pytest.raises(UsageError, match=r"^Wrapper.load_state_dict takes SGD the learning rates of the schedule"):
+            schedule.resume()
+        return
+    schedule.resume()
+    schedule.start_step(5.0)
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05), "half of 0.1, in the middle of the run"
+
+
 def test_the_logged_rate_is_that_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(Schedule):
         def set(self, epochs_done: float) -> None:
@@ -1034,6 +1084,13 @@ class Reentrant(Layers):
         return checkpoint(self.second, self.first(images.flatten(1)), use_reentrant=True)
 
 
+class ReentrantFirst(Layers):
+    """The inputs of its checkpoint need no gradient, so torch computes none of its weights."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, images.flatten(1), use_reentrant=True))
+
+
 class Lazy(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -1073,6 +1130,7 @@ class Sparse(Layers):
     ("kind", "options", "starts", "has"),
     [
         (UnusedLater, [], "the loss does not depend on second.weight, second.bias: ", "FIND_UNUSED_PARAMETERS"),
+        (ReentrantFirst, [], "the loss does not depend on first.weight, first.bias: ", "use_reentrant=False"),
         (Reentrant, ["--deterministic"], "one backward pass gave a weight its gradient twice", "use_reentrant=False"),
         (Reentrant, ["--deterministic", "--guard", 2], "one backward pass gave a weight ", "use_reentrant=False"),
         (Lazy, [], "first.weight has no shape before the first batch: ", "build_model"),

@@ -27,7 +27,7 @@ import data
 import images
 import main
 import model
-from compare import metrics_lines
+from compare import metrics_lines, newest
 from config import Config
 from ddp.core.errors import ExitCode, Stopped
 from ddp.core.signals import STOP_SIGNALS
@@ -136,6 +136,10 @@ class Wrapping(torch.optim.Optimizer):
     def __init__(self, weights: Any, **settings: Any) -> None:
         self.inner = torch.optim.SGD(weights, **settings)
         super().__init__(self.inner.param_groups, settings)
+        self.inner.param_groups = self.param_groups
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.inner.param_groups = self.param_groups
 
     def step(self, closure: Any = None) -> None:
@@ -537,6 +541,12 @@ def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkey
     names = [name.replace("1e-06 (float64)", "0.02 (float32)") for name in (PASSES, PROCESSES)]
     assert divisions(tmp_path / "right") == {name: [] for name in names}
     assert (tmp_path / "right/undivided/step_8.pt").exists()
+    with monkeypatch.context() as patch:  # the sum of the means of batches
+        totals = lambda loss, outputs, targets: {"loss": loss.detach(), "count": len(targets)}  # noqa: E731
+        patch.setattr(model, "batch_totals", totals)
+        patch.setattr(model, "compute_metrics", lambda sums: {"loss": sums["loss"].item() / sums["count"].item()})
+        patch.setattr(model, "metric_for_best_model", lambda metrics: -metrics["loss"])
+        assert all(" loss of step " in found[0] for found in divisions(tmp_path / "means").values())
     with_class_weights(monkeypatch)
     assert all(divisions(tmp_path / "wrong").values())
 
@@ -718,6 +728,14 @@ def test_the_samples_of_an_evaluation_are_from_all_parts(tmp_path: Path, monkeyp
     whole = rehearsal(tmp_path).run("whole", partial(rehearse.whole_run, 0))
     (line, _) = (line for line in metrics_lines(whole) if line["split"] == "val")
     assert line["count"] == 8 * 16 - 1 and line["classes"] == 10
+
+
+def test_a_run_that_begins_with_weights_of_a_file_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_model(Small)(monkeypatch)
+    torch.save(Small().state_dict(), tmp_path / "weights.pt")
+    one = rehearsal(tmp_path, f"--init-from={tmp_path}/weights.pt", nproc=1, steps=2)
+    whole = one.run("whole", partial(rehearse.whole_run, 0))
+    assert one.evaluated(whole, newest(whole), 1) == [] and "weights from " in (whole / "output").read_text()
 
 
 @pytest.mark.sample(1, "rehearsals with other options")

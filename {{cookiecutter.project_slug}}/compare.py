@@ -92,10 +92,12 @@ def update_differences(one: Path, other: Path, limit: float) -> tuple[float, lis
     return largest, []
 
 
-def metric_differences(one: Path, other: Path, best: Callable[[Any], float]) -> tuple[list[str], list[str]]:
+def metric_differences(
+    one: Path, other: Path, best: Callable[[Any], float], limits: tuple[float, float]
+) -> tuple[list[str], list[str]]:
     """How the losses of two runs differ, and what `best` makes of metrics; and the names of other metrics that differ.
 
-    A metric may jump where numbers are equal but for rounding, such as the accuracy: so only 2 % count.
+    limits: how far losses, and other metrics, may be apart, as a part of their value or as a number.
     """
     first, second = (
         {(line["split"], line["step"]): line | ({BEST: best(line)} if line["split"] == "val" else {}) for line in lines}
@@ -107,7 +109,7 @@ def metric_differences(one: Path, other: Path, best: Callable[[Any], float]) -> 
             divided = second.get((split, step), {}).get(name, math.nan)
             if name in SPEEDS or str(value) == str(divided):
                 continue
-            limit = 1e-4 if name == "loss" else 0.02
+            limit = limits[name != "loss"]
             if math.isclose(float(value), float(divided), rel_tol=limit, abs_tol=limit):
                 continue
             if name in ("loss", BEST):

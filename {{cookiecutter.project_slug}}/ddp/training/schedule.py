@@ -7,6 +7,7 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Schedule:
         if own and any(group.get("lr_scale", 1.0) != 1 for group in own):
             raise UsageError("a group of weights has its own `lr` and an `lr_scale`, which multiplies it: give it one")
         self.start = self._rates()  # before the first step of this process
+        self.wrapped = [each for each in _held_by(optimizer) if self._shares_groups(each)]
         self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
         try:
@@ -48,9 +50,16 @@ class Schedule:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
         return float(max(self.used)) if self.used else self.lr
 
+    def _shares_groups(self, other: torch.optim.Optimizer) -> bool:
+        return any(one is two for one in other.param_groups for two in self.optimizer.param_groups)
+
     def resume(self) -> None:
-        """The optimizer has the rates of a checkpoint."""
+        """The optimizer has the rates of a checkpoint. Raises UsageError if one that it wraps would keep them."""
         self.start = self._rates()
+        if lost := [each for each in self.wrapped if not self._shares_groups(each)]:
+            outer, inner = type(self.optimizer).__name__, type(lost[0]).__name__
+            remedy = "let both have the same param_groups at its end, as 'Muon with AdamW' in docs/recipes.md does"
+            raise UsageError(f"{outer}.load_state_dict takes {inner} the learning rates of the schedule: {remedy}")
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
@@ -94,3 +103,9 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.lr = state["lr"]
+
+
+def _held_by(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in the attributes of `optimizer`, as of SAM or Lookahead."""
+    values = [each if isinstance(each, list | tuple) else [each] for each in vars(optimizer).values()]
+    return [each for each in chain.from_iterable(values) if isinstance(each, torch.optim.Optimizer)]

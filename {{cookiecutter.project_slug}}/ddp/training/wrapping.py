@@ -184,7 +184,7 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
             remedy = "freeze it before wrap_model, or write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"{late[0]} was frozen after wrap_model, which would wait for its gradient: {remedy}")
         if missing:
-            remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
+            remedy = "use them in forward() (in a checkpoint() with use_reentrant=False), remove them, or freeze them"
             if ddp_model is not None:
                 remedy += "; if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
@@ -222,11 +222,15 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
     adds up like a random walk, since all of them take the same gradients.
     """
     weights: dict[str, torch.Tensor] = {}
-    for key, part in fields.items() if ctx.world_size > 1 and not ctx.work.sharded else ():
+    parts = fields if ctx.world_size > 1 and not ctx.work.sharded else {}
+    for key, part in parts.items():
         if isinstance(part, torch.nn.Module):
             weights |= {f"{key}.{name}": weight for name, weight in part.named_parameters()}
-        elif isinstance(part, torch.optim.Optimizer):
-            weights |= {f"a weight of {key}, {number}": weight for number, weight in enumerate(weights_of(part))}
+    named = {id(weight) for weight in weights.values()}
+    for key, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            own = [(number, each) for number, each in enumerate(weights_of(part)) if id(each) not in named]
+            weights |= {f"a weight of {key}, {number}": each for number, each in own}
     plain = {name: each.detach() for name, each in weights.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
     real = {name: each for name, each in plain.items() if each.is_floating_point() and each.element_size() > 1}
     if ctx.compare([*real]) or not real:  # each rank may have an optimizer for some of them
@@ -238,6 +242,7 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
     if (found := ctx.sum(apart.any(0).double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "change weights in optimizer.step() alone, on all ranks, by one backward() of what ddp_model returned"
+        remedy += "; put weights of another module into the model"
         remedy += "; numbers of random and numpy differ between ranks, those of torch do not in apply_gradients"
         raise UsageError(f"after step {step:,} the ranks have different weights, first {first}: {remedy}")
 
