@@ -88,7 +88,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 # ---- the scripts run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", "123456")
 def test_a_script_learns_on_one_and_two_processes(script: str, processes: int, tmp_path: Path) -> None:

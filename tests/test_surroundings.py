@@ -20,7 +20,7 @@ import pytest
 from outputs import checkpoints
 from PIL import Image
 from project_runs import python
-from template_copy import TEMPLATE
+from template_copy import LEAN, TEMPLATE, small_template
 
 import data
 import model
@@ -110,7 +110,7 @@ def test_the_quota_of_a_container_is_read(
 
 
 def command(*words: Any, code: int = 0, **variables: str) -> str:
-    return python(TEMPLATE, "main.py", *words, code=code, **variables)
+    return python(small_template(), "main.py", *words, code=code, fork=True, **variables)
 
 
 @pytest.mark.slow
@@ -149,8 +149,8 @@ def test_a_dangling_link_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_console_may_lack_a_character(tmp_path: Path) -> None:
     words = [sys.executable, "main.py", *GIVEN, tmp_path / "épreuve"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*map(str, words)], cwd=TEMPLATE, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, **LEAN, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*map(str, words)], cwd=small_template(), env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "a new run, in " in done.stdout and "\\xe9preuve" in done.stdout
     assert "Error" not in done.stderr
 

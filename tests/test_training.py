@@ -28,7 +28,7 @@ import pytest
 import torch
 from outputs import checkpoints, lines, newest, weights_and_momentum
 from project_runs import python
-from template_copy import LEAN, TEMPLATE
+from template_copy import LEAN, TEMPLATE, copy_template, shrink
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor, nn
@@ -594,14 +594,15 @@ def test_the_status_tells_the_time_to_the_end_of_the_run(
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     """With a real process on a pseudo-terminal of 100 columns. The bar does not break the lines."""
     words = ["main.py", "--dataset", "synthetic", "--max-steps", "60", "--log-every", "50", "--output-dir"]
-    piped = python(TEMPLATE, *words, tmp_path / "pipe")
+    project = shrink(copy_template(tmp_path / "project"), train=10_000, val=64, test=64)
+    piped = python(project, *words, tmp_path / "pipe")
     assert "\r" not in piped and "train  loss" in piped
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     shown = b""
     command = [sys.executable, *words, str(tmp_path / "terminal")]
-    with subprocess.Popen(command, cwd=TEMPLATE, stdout=theirs, stderr=theirs, env=os.environ | LEAN) as process:
+    with subprocess.Popen(command, cwd=project, stdout=theirs, stderr=theirs, env=os.environ | LEAN) as process:
         os.close(theirs)
         with contextlib.suppress(OSError):  # the end of a terminal
             while block := os.read(ours, 65536):

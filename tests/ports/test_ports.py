@@ -36,6 +36,8 @@ def test_one_process_trains_and_no_run_prints_a_warning(tmp_path):
 NOT_FOR = {"moco_v2": "the_loss_falls or overfit_one_batch"}
 NEEDS = {"timm_vit": "timm", "transformers_bert": "transformers"}
 
+HEAVY = pytest.param("detection", marks=pytest.mark.sample(0, "heavy"))  # not among those of `make test`
+
 # A smaller model, or no DataLoader workers but in the rehearsal, where these take most of the time.
 SMALLER = {"detection": ("--workers", "0"), "language_model": ("--width", "32", "--layers", "1")}
 
@@ -61,7 +63,7 @@ def passes(project: Path, *tests: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize("port", [HEAVY, *sorted(PORTS.keys() - {"detection"})])
 def test_a_port_trains_resumes_and_is_evaluated_exactly(port: str, tmp_path: Path) -> None:
     package = NEEDS.get(port)
     if package and importlib.util.find_spec(package) is None:
