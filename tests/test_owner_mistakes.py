@@ -689,6 +689,42 @@ def test_random_numbers_in_prepare_are_those_of_the_batch_in_an_evaluation() -> 
     assert [both[number % 2][number // 2] for number in range(10)] == alone
 
 
+@pytest.mark.parametrize("numbers", [3, 300])
+def test_totals_of_other_shapes_are_refused_whenever_they_are_added_up(numbers: int) -> None:
+    """Many numbers are added up at once, few after some batches: a single one was added to all others."""
+
+    def refusals(ctx: DistContext) -> list[str]:
+        found = []
+        for other, taken in itertools.product(([numbers + 1], [1], [numbers, 1]), (False, True)):
+            meter = Meter(ctx)
+            with pytest.raises(UsageError) as error:
+                meter.add({"values": torch.ones(numbers)})
+                meter.take() if taken else None
+                meter.add({"values": torch.ones(other)})
+                meter.take()
+            found.append(str(error.value))
+        return found
+
+    (found,) = on_ranks(1, refusals)
+    assert {*found} == {"batch_totals in model.py: values has another shape in another batch: return a sum"}
+
+
+def test_totals_whose_shapes_differ_between_ranks_are_refused() -> None:
+    def refused(ctx: DistContext) -> str:
+        meter, shape = Meter(ctx), (2, 3) if ctx.rank == 0 else (3, 2)
+        meter.add({"values": torch.ones(shape)})
+        if ctx.rank == 0:
+            meter.take()
+            return ""
+        with pytest.raises(UsageError) as error:
+            meter.take()
+        ctx.sum(torch.zeros(1 + 6, dtype=torch.double))  # for which rank 0 waits
+        ctx.on_main(lambda: None)
+        return str(error.value)
+
+    assert on_ranks(2, refused)[1] == "batch_totals in model.py: values has another shape on rank 0: return a sum"
+
+
 def test_what_a_meter_has_added_stays_as_it_was() -> None:
     """A weight and a buffer change in place before batches are added up; compute_metrics may change its totals."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -62,6 +64,25 @@ def test_the_checkpoint_alone_is_enough(trained: Path, monkeypatch: pytest.Monke
         output = train(1, "--evaluate", *where)
         assert evaluated(output) == [(f"{line['loss']:.4f}", f"{line['accuracy']:.4f}")]
         assert "although" not in output and ", bf16\n" in output
+
+
+def test_a_file_system_may_map_no_files(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read then, in an evaluation and in a resume."""
+    load = torch.load
+
+    def load_without_mmap(*arguments: Any, mmap: bool = False, **options: Any) -> Any:
+        if mmap:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", load_without_mmap)
+    monkeypatch.setattr(data, "SYNTHETIC_SIZES", {"train": 320, "val": 101})
+    (line,) = lines(trained, "val")
+    output = train(1, "--evaluate", "--resume", trained / "best.pt")
+    assert evaluated(output) == [(f"{line['loss']:.4f}", f"{line['accuracy']:.4f}")]
+    whole = Path(shutil.copytree(trained, tmp_path / "run"))
+    resumed = train(2, "--config", whole / "config.json", "--epochs", 2, "--output-dir", whole)
+    assert f"resuming from {newest(trained).name}" in resumed.replace(f"{whole}/checkpoints/", "")
 
 
 def test_another_value_on_the_command_line_is_used_and_reported(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from ddp.core.errors import UsageError
+from ddp.core.errors import SetupError, UsageError
 from ddp.core.files import atomic_write
 from ddp.core.rank_logs import progress
 
@@ -97,11 +97,13 @@ def once_per_machine(name: str, find: Callable[[], dict[str, Any]]) -> dict[str,
     """What `find` returns: a dictionary of tensors and plain values. One process calls it while the others wait.
 
     name: what is found. Each later call finds it again: it may have changed. So does each other run, by whose launcher
-    and directory it is told apart. Raises what `find` raises, and OSError.
+    and directory it is told apart. Raises what `find` raises, SetupError, and OSError.
     """
     start, run = time.time(), [os.getppid(), os.getcwd()]
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # who could replace what is found
+        raise SetupError(f"{folder} belongs to another user: set TMPDIR to a directory of your own")
     path = folder / f"{hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()}.pt"
     with FileLock(path.with_suffix(".lock")):
         if path.exists() and path.stat().st_mtime >= start:  # found while this process has waited

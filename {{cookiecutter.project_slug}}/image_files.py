@@ -127,11 +127,9 @@ def find_images(folder: Path, may_be_empty: bool = False) -> list[str]:
         found += [(root, name) for name in names if name.lower().endswith(IMAGES) and not HIDDEN.match(name)]
     if unread := sorted(os.path.join(*each) for each in found if not each[1].lower().endswith(EXTENSIONS)):
         raise SetupError(f"--data-dir: {unread[0]} would be left out: convert such files, or move them away")
-    if not found and may_be_empty:
-        return []
-    if not found:
+    if not (found or may_be_empty):
         raise SetupError(f"--data-dir: {folder} has no file {', '.join(EXTENSIONS)}: add some, or remove the folder")
-    if all(root != str(folder) for root, _ in found):
+    if found and all(root != str(folder) for root, _ in found):
         deeper = f"only its folders have images, such as {min(found)[0]}"
         raise SetupError(f"--data-dir: {folder} is no class: {deeper}; move them one level up")
     return [os.path.join(*each) for each in sorted(found)]

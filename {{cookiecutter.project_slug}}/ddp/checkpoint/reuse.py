@@ -71,9 +71,10 @@ def saved_names(config: RunConfig) -> list[str]:
 def _saved_options(path: Path) -> dict[str, Any]:
     """The options in a checkpoint. Its digest is verified when its weights are loaded."""
     try:
-        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["config"])  # reads no weights
+        return dict(storage.load(path)["config"])  # reads no weights
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no checkpoint of this project, or damaged"
+        cause = error.__cause__ if isinstance(error, InvalidCheckpoint) else error
+        reason = cause.strerror if isinstance(cause, OSError) else "it is no checkpoint of this project, or damaged"
         raise CheckpointError(f"{path} cannot be used: {reason}") from error
 
 

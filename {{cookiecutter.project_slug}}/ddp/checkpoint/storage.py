@@ -255,8 +255,7 @@ class CheckpointDirectory:
         given = self._given()
         for path in self.paths() if given is None else [given]:
             with suppress(Exception):  # it is damaged: `find` reports that
-                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                return content.get("records", "{}") == "{}"
+                return load(path).get("records", "{}") == "{}"
         return False
 
     def write(self, content: dict[str, Any], *, best: bool) -> None:

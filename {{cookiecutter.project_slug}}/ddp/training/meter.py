@@ -29,6 +29,7 @@ class Meter:
         self.ctx, self.compute_metrics = ctx, compute_metrics
         self.pending: list[Totals] = []  # of batches, on the device, that are not added up yet
         self.pending_numbers = 0  # a confusion matrix holds many
+        self.shapes: dict[str, torch.Size] = {}  # of the totals that are tensors, of this rank
         self.batches = 0  # in `local`
         self.local: Totals = {}  # on the device, not reduced yet; a list of the lists of each batch
         self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
@@ -67,7 +68,7 @@ class Meter:
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
-            if len({tensor.shape for tensor in tensors}) > 1:
+            if any(tensor.shape != self.shapes.setdefault(name, tensor.shape) for tensor in tensors):
                 raise UsageError(f"batch_totals in model.py: {name} has another shape in another batch: return a sum")
             if any(each._version for each in tensors if not each.is_inference()):
                 raise UsageError(f"batch_totals in model.py: {name} was changed afterwards: return a clone()")
@@ -85,7 +86,9 @@ class Meter:
             names = ", ".join(unknown)
             raise UsageError(f"batch_totals: {names} missing until the first log line: return zeros from the start")
         tensors = {name: zero for name, zero in zeros.items() if isinstance(zero, torch.Tensor)}
-        ours = [(zero + local.get(name, zero).reshape(zero.shape)).flatten() for name, zero in tensors.items()]
+        if other := [name for name, zero in tensors.items() if local.get(name, zero).shape not in ((), zero.shape)]:
+            raise UsageError(f"batch_totals in model.py: {other[0]} has another shape on rank 0: return a sum")
+        ours = [(zero + local.get(name, zero)).flatten() for name, zero in tensors.items()]
         batches = torch.tensor([bool(local)], dtype=torch.double)  # whether this rank has had one
         everyone = self.ctx.sum(torch.cat([batches, *ours]))
         if not everyone[0]:
