@@ -206,7 +206,6 @@ def test_the_names_of_the_launchers_in_messages() -> None:
         "SRUN": "srun",
         "MPIRUN": "mpirun",
         "NPROC": "--nproc",
-        "TEST": "test",
     }
 
 
@@ -368,7 +367,7 @@ def test_ranks_tell_gpus_apart_by_their_uuids(
         cuda.init, cuda.device_count = (lambda: None), (lambda: len(own))
         cuda.get_device_properties = lambda index: SimpleNamespace(**({"uuid": own[index]} if own[index] else {}))
         store = create_store(env, 30)
-        infos = exchange_rank_info(store, env, FailureMonitor(store, env, 30))
+        infos = exchange_rank_info(store, env, FailureMonitor(store, env, 30), use_gpus=True)
         try:
             return _choose_device(Config.parse(["--backend", "nccl"]), infos, env.rank)[0].index
         except SetupError as error:
@@ -860,6 +859,20 @@ def test_ctrl_c_while_the_ranks_of_nproc_import_torch_is_one_line(tmp_path: Path
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does, to the ranks as well
         assert run.communicate() == ("stopped on request before training began: nothing to save\n", None)
     assert run.returncode == 75
+
+
+@fault(12)
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_only_torchrun_must_stay_alive(by_torchrun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a shell in which its variables were set by hand."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**variables, **({"TORCHELASTIC_RUN_ID": "none"} if by_torchrun else {})}.items():
+        monkeypatch.setenv(name, value)
+    parents: list[int | None] = []
+    as_rank = lambda main, config, env, parent: parents.append(parent) or 0  # noqa: E731
+    monkeypatch.setattr(run_main, "run_as_rank", as_rank)
+    assert run_main.run(main.main, Config.parse([])) == 0
+    assert parents == [os.getppid() if by_torchrun else None]
 
 
 GONE, SAVED, PIDS = "a process was lost", {"error.json": 75}, {"pid": "4000000"}

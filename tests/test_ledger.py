@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,15 +112,21 @@ def test_the_speed_while_a_checkpoint_is_written_is_compared_with_the_usual_one(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(save_cost.time, "perf_counter", lambda: now)
-    cost = SaveCost()
+    done = threading.Event()
+    cost = SaveCost(SimpleNamespace(checkpoints=SimpleNamespace(writer=SimpleNamespace(done=done))))
+
+    def step(writing: bool) -> None:
+        done.clear() if writing else done.set()
+        cost.stepped()
+
     assert cost.status() == {"saving": {}}
     for writing, took in [(False, 1.0), (False, 0.1), (False, 0.1), (True, 0.125), (True, 0.125), (False, 0.1)]:
         now += took
-        cost.step(writing)
+        step(writing)
     cost.phase("saving")
     now += 0.02
     cost.phase("productive")
     now += 5
-    cost.step(False)
+    step(False)
     expected = {"saves": 1, "pause_ms": 20.0, "write_s": 0.25, "speed_while_written": 0.8}
     assert cost.status() == {"saving": expected}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import re
@@ -14,7 +16,7 @@ import torch
 from template_copy import LEAN, copy_template, shrink
 
 import main
-from ddp.core.rank_logs import RANK_LOGS_VARIABLE
+from ddp.core.rank_logs import RANK_LOGS_VARIABLE, _Tee
 from faults import fault
 from processes import train
 
@@ -118,3 +120,14 @@ def test_a_run_continues_if_its_logs_cannot_be_written(
     assert f"warning: no log of this rank: cannot write {logs}/rank_0.log: No space left on device" in shown
     assert f"[rank 1] warning: no log of this rank: cannot write {logs}/rank_1.log: Is a directory" in shown
     assert "written without Python by 0" in shown and "written without Python by 1" in shown
+
+
+@fault(7)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fills_up_does_not_fail_a_print(rank: int) -> None:
+    """The console of a rank that is not 0 is its log."""
+    shown = io.StringIO()
+    with contextlib.suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        print("printed by hand", file=_Tee(full if rank else shown, full), flush=True)
+        shown.write(f"rank {rank}")
+    assert shown.getvalue() == ("rank 1" if rank else "printed by hand\nrank 0")

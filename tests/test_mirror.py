@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -479,3 +480,14 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
     output = train(1, *EVERY_2, *mirrored, tmp_path / "run", "--max-steps", last, "--epochs", 100, after_step=take_over)
     assert output.count("warning: a run on b writes to") == 1
     assert checkpoints(tmp_path / "mirror") == before and checkpoints(tmp_path / "run")[-1] == f"step_{last:08d}.pt"
+
+
+def test_the_last_upload_has_all_of_its_time_also_with_a_short_timeout() -> None:
+    """The ranks wait for each other in between, for less than --timeout."""
+    waits: list[float] = []
+    uploading = SimpleNamespace(finish=lambda seconds: waits.append(seconds), warn_if_behind=lambda: waits.append(0.0))
+    callback = object.__new__(MirrorCallback)
+    callback.config, callback.mirror = SimpleNamespace(timeout=8.0), uploading
+    callback.ctx = SimpleNamespace(on_main=lambda function, *given: function(*given))
+    callback.finish(25.0)
+    assert waits.pop() == 0.0 and {*waits} == {2.0} and 25 <= sum(waits) <= 27

@@ -144,11 +144,13 @@ def test_an_evaluation_and_a_stop_in_it_do_not_count_as_steps() -> None:
         before = ctx.stop_sync.trained_s
         ctx.stop_sync.restart(training=True)
         ctx.stop_sync.maybe_sync()
-        speeds = RankSpeeds(SimpleNamespace(ctx=ctx))
+        state = SimpleNamespace(step=0)
+        speeds = RankSpeeds(SimpleNamespace(ctx=ctx, state=state, train_loader=SimpleNamespace(wait_s=0.0)))
         speeds.next_at = 0.0
-        speeds.share(0, 0.0)  # no step was taken
+        speeds.synced()  # no step was taken
         silent = not speeds.latest
-        speeds.share(1, 0.0)
+        state.step = 1
+        speeds.synced()
         return before == 0.0 < ctx.stop_sync.trained_s, silent, bool(speeds.latest) == (ctx.rank == 0)
 
     assert on_ranks(2, target) == [(True, True, True)] * 2

@@ -509,7 +509,7 @@ def test_the_module_versions_in_a_state_dict_reach_every_rank() -> None:
 
     def on_rank(ctx: DistContext) -> str:
         state = torch.nn.BatchNorm2d(3).state_dict() if ctx.rank == 0 else None
-        received = ctx.broadcast_tree(state)
+        received = ctx.broadcast_tree(state, lambda keys, tensor: tensor)
         return f"{type(received).__name__} {received._metadata['']['version']}"
 
     assert on_ranks(2, on_rank) == ["OrderedDict 2"] * 2

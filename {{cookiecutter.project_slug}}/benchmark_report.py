@@ -102,13 +102,9 @@ def breakdown(lines: Sequence[Line]) -> str:
         silent, resident = 1 / speeds[NO_SYNC], 1 / speeds[WEAK]
         real = 1 / speeds.get(DATA, speeds[WEAK])
         whole = max(silent, resident, real)
-        parts = {"communication": max(0.0, resident - silent) / whole, "data": max(0.0, real - resident) / whole}
+        parts = {"communication": max(0.0, resident - silent) / whole} if processes > 1 else {}
+        parts |= {"data": max(0.0, real - resident) / whole} if DATA in speeds else {}
         parts = {"compute": 1 - sum(parts.values()), **parts}
-        if DATA not in speeds:
-            del parts["data"]
-        if processes == 1:
-            del parts["communication"]
-            parts["compute"] = 1 - sum(part for name, part in parts.items() if name != "compute")
         shown = "  ".join(f"{name} {part:>4.0%}" for name, part in parts.items())
         largest = max(parts, key=parts.__getitem__)
         if NO_TERMS in speeds:

@@ -63,7 +63,7 @@ class Ranks:
             os.dup2(log, 2)
             sys.stdout = os.fdopen(1, "w", buffering=1)
             sys.stderr = os.fdopen(2, "w", buffering=1)
-            code = target(RankEnv(rank, world_size, rank, f"file://{self.folder}/rendezvous", Launcher.TEST))
+            code = target(RankEnv(rank, world_size, rank, f"file://{self.folder}/rendezvous", Launcher.NPROC))
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:

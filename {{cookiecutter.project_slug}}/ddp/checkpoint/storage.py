@@ -30,7 +30,7 @@ from ddp.core.parts import missing_part, of_parts
 from ddp.core.rank_logs import progress
 from ddp.core.run_config import RESUME_WORDS, RunConfig
 from ddp.core.threads import BackgroundJob
-from ddp.distributed.process_group import AS_IT_IS, DistContext, ForTensor
+from ddp.distributed.process_group import DistContext, ForTensor
 from ddp.distributed.tensors import BLOCK, leaves
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class CheckpointDirectory:
 
 
 def read_on_main(
-    ctx: DistContext, read: Callable[[], dict[str, Any]], keep: ForTensor = AS_IT_IS, later: Collection[str] = ()
+    ctx: DistContext, read: Callable[[], dict[str, Any]], keep: ForTensor, later: Collection[str] = ()
 ) -> tuple[dict[str, Any], Callable[[str], Any]]:
     """What `read` returns on rank 0, or its exception. Call on every rank.
 

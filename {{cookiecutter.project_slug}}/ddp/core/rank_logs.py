@@ -70,14 +70,14 @@ def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
         os.dup2(file.fileno(), stream.fileno())
     logger = logging.getLogger("ddp")
     for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if isinstance(handler, _ConsoleHandler):
             handler.setStream(consoles[0])
     to_file = logging.StreamHandler(file)
     to_file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop the run
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(to_file)
     # Of what is printed by hand, the console shows only rank 0's.
-    sys.stdout = file if rank else _Tee(consoles[0], file)  # type: ignore[assignment]
+    sys.stdout = _Tee(file if rank else consoles[0], file)  # type: ignore[assignment]
     sys.stderr = _Tee(consoles[1], file)  # type: ignore[assignment]
     faulthandler.enable(file)
 
@@ -100,7 +100,7 @@ def progress(items: Sequence[Any], title: str, unit: str = "block") -> Iterator[
 
 
 class _Tee:
-    """A stream to the console and to the log file."""
+    """A stream to the console, which may be the log file itself, and to the log file."""
 
     def __init__(self, console: TextIO, file: TextIO) -> None:
         self.console, self.file = console, file
@@ -108,7 +108,13 @@ class _Tee:
     def write(self, text: str) -> int:
         with suppress(OSError):  # a full disk must not fail the caller's print
             self.file.write(text)
-        return self.console.write(text)
+        return self.console.write(text) if self.console is not self.file else len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.file.flush()
+        if self.console is not self.file:
+            self.console.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.console, name)

@@ -31,7 +31,6 @@ from ddp.distributed.tensors import Streams, map_named, map_tensors, whole
 
 log = logging.getLogger(__name__)
 ForTensor = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
-AS_IT_IS: ForTensor = lambda keys, tensor: tensor  # noqa: E731
 HANG_GRACE_S = 10.0  # a hang may take this much longer than --timeout before the process is ended from outside
 MANY_RANKS = 256  # from here on, gloo connects two of them when they need it, and not all pairs at the start
 NCCL_GRACE_S = 60.0  # NCCL's timeout is this much longer than --timeout
@@ -108,7 +107,7 @@ class DistContext:
         dist.broadcast(tensor.flatten().view(torch.uint8), src=0)  # as bytes: gloo does not support every dtype
         return tensor
 
-    def broadcast_tree(self, tree: Any, keep: ForTensor = AS_IT_IS) -> Any:
+    def broadcast_tree(self, tree: Any, keep: ForTensor) -> Any:
         """Rank 0's `tree` of tensors and plain values on every rank, in host memory. Call on every rank.
 
         keep: returns what this rank keeps of the tensor to which `keys` lead, for example some of its rows.
@@ -273,8 +272,6 @@ def _set_nccl_timeout(backend: Any, timeout: timedelta) -> None:
 def _choose_device(config: RunConfig, infos: list[RankInfo], rank: int) -> tuple[torch.device, str]:
     """This rank's device, by its local rank and never by its rank; and the backend that all ranks use."""
     if config.device == "cpu" or (config.device == "auto" and not any(info.gpus for info in infos)):
-        if config.backend == "nccl":
-            raise SetupError("--backend nccl: no machine of this run has a GPU; use --backend gloo")
         return torch.device("cpu"), "gloo" if config.backend == "auto" else config.backend
     for info in infos:
         local = [other for other in infos if other.machine == info.machine]

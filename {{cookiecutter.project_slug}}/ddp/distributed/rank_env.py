@@ -20,7 +20,6 @@ class Launcher(Enum):
     SRUN = "srun"
     MPIRUN = "mpirun"
     NPROC = "--nproc"
-    TEST = "test"
 
 
 # What each launcher sets: rank, number of processes and local rank; then what else is needed. torch.distributed.launch

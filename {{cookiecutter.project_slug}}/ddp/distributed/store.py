@@ -131,9 +131,7 @@ def identify_gpus() -> list[str]:
     return uuids
 
 
-def exchange_rank_info(
-    store: dist.Store, env: RankEnv, monitor: FailureMonitor, use_gpus: bool = True
-) -> list[RankInfo]:
+def exchange_rank_info(store: dist.Store, env: RankEnv, monitor: FailureMonitor, use_gpus: bool) -> list[RankInfo]:
     """The RankInfo of every process, by rank; without `use_gpus`, it lists none. Call on every rank.
 
     Raises SetupError if some do not join in time, or if two processes have the same rank.

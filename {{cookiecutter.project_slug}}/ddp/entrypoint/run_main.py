@@ -55,7 +55,8 @@ def run(main: Main, config: RunConfig) -> int:
     """Run `main` as the rank that a launcher has assigned, or as --nproc ranks. Returns the exit code."""
     env = find_rank_env(config, os.environ)
     if config.nproc is None:
-        has_parent = env.launcher in (Launcher.TORCHRUN, Launcher.MPIRUN)
+        by_torchrun = env.launcher == Launcher.TORCHRUN and "TORCHELASTIC_RUN_ID" in os.environ  # or set by hand
+        has_parent = by_torchrun or env.launcher == Launcher.MPIRUN
         return run_as_rank(main, config, env, parent=os.getppid() if has_parent else None)
     if env != RankEnv():
         raise UsageError(f"--nproc starts the processes itself, but {env.launcher.value} did already: remove --nproc")
@@ -65,7 +66,7 @@ def run(main: Main, config: RunConfig) -> int:
 def run_as_rank(main: Main, config: RunConfig, env: RankEnv, parent: int | None = None) -> int:
     """Run `main` as one rank. Returns the exit code. `parent`: the process id of a launcher that must stay alive."""
     process_exit.rank = env.rank
-    if env.launcher in (Launcher.NPROC, Launcher.TEST):  # no launcher ends the other ranks when one exits
+    if env.launcher == Launcher.NPROC:  # no launcher ends the other ranks when one exits
         process_exit.report_grace_s = 0
     process_exit.resolve_root_cause = lambda error: report_early_failure(error, env)
     set_up_logging(env.rank)

@@ -196,11 +196,8 @@ class NodeRendezvous(elastic.RendezvousHandler):
         Over gloo a connection breaks; over NCCL they would wait for it.
         """
         with suppress(OSError):  # they notice by themselves that the store is gone
-            client, prefix = StoreClient(self.host, self.port), f"{self.number}/workers"
-            saved = client.text(f"{prefix}/saved")
-            resumable = f"resumable from step {int(saved):,}" if saved else "nothing was saved yet"
-            lost = failure_record(rank, ExitCode.PEER_LOST, f"rank {rank} was lost; {resumable}")
-            client.compare_set(f"{prefix}/{FAILURE_KEY}", "", lost)
+            lost = failure_record(rank, ExitCode.PEER_LOST, f"rank {rank} was lost")  # they add what was saved
+            StoreClient(self.host, self.port).compare_set(f"{self.number}/workers/{FAILURE_KEY}", "", lost)
 
     def _create_store(self) -> StoreClient:
         most, here = self.agent.options.max_nodes, self.own.host

@@ -20,7 +20,7 @@ from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import is_split, leaves, map_tensors
 from ddp.parts.fsdp.blocks import Blocks, group_blocks
 from ddp.parts.fsdp.building import built_checksum, restore_rows
-from ddp.training.wrapping import reads_buffers, report_unused_weights
+from ddp.training.wrapping import reads_buffers, report_unused_weights, weights_of
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,8 +100,7 @@ def _compare_built(model: nn.Module, ctx: DistContext) -> None:
 def check_optimizers(parts: Mapping[str, Any]) -> None:
     """Raise UsageError for an optimizer that was built before the model was sharded: it would train nothing."""
     for name, part in parts.items():
-        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
-        if not all(is_split(weight) for group in groups for weight in group["params"]):
+        if isinstance(part, torch.optim.Optimizer) and not all(map(is_split, weights_of(part))):
             raise UsageError(f"--shard: build {name} after wrap_model, which replaces the weights of the model")
 
 

@@ -37,12 +37,13 @@ class MirrorCallback(Callback):
 
     def finish(self, timeout: float | None) -> None:
         """Wait for the upload of the last checkpoint, unless it fails; without `timeout`, until a request to stop."""
-        interval, waits = min(timeout or 2.0, self.config.timeout / 4), 0
-        while not self.ctx.on_main(self.mirror.finish, interval) and timeout is None:
-            waits += 1
-            if waits == 1:
+        interval, waited_s = min(timeout or 2.0, self.config.timeout / 4), 0.0
+        while not self.ctx.on_main(self.mirror.finish, interval):
+            if timeout is None and not waited_s:
                 log.info(f"waiting for the upload to {self.mirror.url}; Ctrl-C ends that")
-            if any(self.ctx.gather(stop_signal.reason is not None)):
+            waited_s += interval
+            stops = any(self.ctx.gather(stop_signal.reason is not None)) if timeout is None else waited_s >= timeout
+            if stops:
                 break
         self.ctx.on_main(self.mirror.warn_if_behind)
 

@@ -35,7 +35,7 @@ class Ledger(Callback):
         self.first_start = self.since = self.stepped_at = started
         self.offset = time.time() - time.perf_counter()  # the clock of the machine may be set while the run lasts
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `enter`
+        self.part, self.data_s = "start-up", 0.0  # data_s: as in the last call of `phase`
         self.waited_s: Callable[[], float] = lambda: 0.0  # for how long this process has waited for data
         self.lost_at, self.noticed_at, self.lost_steps = 0.0, 0.0, 0  # of the process that was lost before, if any
 
@@ -51,9 +51,6 @@ class Ledger(Callback):
             saved = content.get("callbacks", {}).get("Ledger") or content.get("time", {})
             self.resume(saved, content.get("step", 0), status)
 
-    def phase(self, name: str) -> None:
-        self.enter(name)
-
     def stepped(self) -> None:
         self.stepped_at = self.now()
         if self.lost_at:
@@ -63,14 +60,11 @@ class Ledger(Callback):
     def saving(self) -> None:
         add_scalars(self.run, {f"time/{part}": seconds for part, seconds in self.seconds.items()})
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.record()
-
     def status(self) -> dict[str, Any]:
-        return {"time": self.record()}
+        return {"time": self.state_dict()}
 
     def summary(self) -> str:
-        self.record()
+        self.state_dict()
         return f"time          {self}"
 
     # ---- the record -------------------------------------------------------------------------------------------------
@@ -78,19 +72,18 @@ class Ledger(Callback):
     def now(self) -> float:
         return self.offset + time.perf_counter()
 
-    def enter(self, part: str) -> str:
-        """Another part begins; returns the one before."""
+    def phase(self, name: str) -> None:
+        """Another part begins."""
         now, before, data_s = self.now(), self.part, self.waited_s()
         self.seconds[before] += now - self.since
         if before == "productive":
             self.seconds["data"] += data_s - self.data_s
             self.seconds["productive"] -= data_s - self.data_s
-        self.part, self.since, self.data_s = part, now, data_s
-        return before
+        self.part, self.since, self.data_s = name, now, data_s
 
-    def record(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the time went so far: what a later process continues from, and status.json shows."""
-        self.enter(self.part)
+        self.phase(self.part)
         moments = {"since": self.first_start, "until": self.since, "stepped": self.stepped_at}
         return {**moments, "seconds": {**self.seconds}}
 

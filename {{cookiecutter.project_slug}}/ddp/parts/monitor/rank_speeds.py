@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ddp.core.parts import Callback
-from ddp.parts.monitor.stopwatch import stopwatch_of
+from ddp.parts.monitor.stopwatch import CudaStopwatch, Stopwatch
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 30.0
@@ -21,8 +21,9 @@ class RankSpeeds(Callback):
 
     def __init__(self, run: Any) -> None:
         self.run, self.ctx, self.next_at = run, run.ctx, INTERVAL_S
-        self.forward, self.hooks = stopwatch_of(run.ctx.device), list[Any]()  # of the forward passes in training
-        self.measured: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # when shared last; see `share`
+        self.forward = CudaStopwatch() if run.ctx.device.type == "cuda" else Stopwatch()  # of passes in training
+        self.hooks: list[Any] = []
+        self.measured: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # when shared last; see `started`
         self.slow_for = [0] * self.ctx.world_size  # periods in a row, by rank
         self.reported: dict[int, str] = {}  # the ranks that are slow, and in which part
         self.latest: dict[str, float] = {}  # ms per step: of the median of the ranks, and of the slowest one
@@ -38,12 +39,6 @@ class RankSpeeds(Callback):
                 model.register_forward_hook(lambda *_: stop() if torch.is_grad_enabled() else None),
             ]
 
-    def started(self) -> None:
-        self.start(self.run.state.step, self.run.train_loader.wait_s)
-
-    def synced(self) -> None:
-        self.share(self.run.state.step, self.run.train_loader.wait_s)
-
     def figures(self, *_: Any) -> tuple[dict[str, float], str]:
         return self.latest, ""
 
@@ -51,18 +46,19 @@ class RankSpeeds(Callback):
         for hook in self.hooks:  # a model with hooks cannot be exported
             hook.remove()
 
-    def start(self, step: int, data_s: float) -> None:
-        """Measure from here on. step: of the run; data_s: seconds in which this rank has waited for data."""
-        self.measured = (step, self.ctx.stop_sync.trained_s, data_s, self.forward.total_s)
+    def started(self) -> None:
+        """Measure from here on."""
+        data_s = self.run.train_loader.wait_s  # in which this rank has waited for data
+        self.measured = (self.run.state.step, self.ctx.stop_sync.trained_s, data_s, self.forward.total_s)
         self.next_at = self.ctx.stop_sync.trained_s + INTERVAL_S
 
-    def share(self, step: int, data_s: float) -> None:
+    def synced(self) -> None:
         """Once the time has come, compare the ranks; rank 0 prints what has changed. Call on every rank."""
-        no_step = step == self.measured[0]  # a run that stops in an evaluation
+        no_step = self.run.state.step == self.measured[0]  # a run that stops in an evaluation
         if self.ctx.world_size == 1 or self.ctx.stop_sync.trained_s < self.next_at or no_step:
             return
         before = self.measured
-        self.start(step, data_s)
+        self.started()
         steps, *elapsed = (now - then for now, then in zip(self.measured, before, strict=True))
         step_ms, *own = (1000 * seconds / steps for seconds in elapsed)
         everyone = torch.zeros(self.ctx.world_size, len(own), dtype=torch.double)

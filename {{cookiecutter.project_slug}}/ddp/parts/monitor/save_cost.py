@@ -10,7 +10,7 @@ from ddp.parts.monitor.ledger import add_scalars
 class SaveCost(Callback):
     """Averages over the saves of this process."""
 
-    def __init__(self, run: Any = None) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
         self.saves, self.pause_s = 0, 0.0
         self.saving_since: float | None = None
@@ -23,18 +23,14 @@ class SaveCost(Callback):
             self.saves, self.pause_s = self.saves + 1, self.pause_s + now - self.saving_since
         self.saving_since = now if name == "saving" else None
 
-    def stepped(self) -> None:
-        self.step(writing=not self.run.checkpoints.writer.done.is_set())
-
     def saving(self) -> None:
         add_scalars(self.run, {f"save/{name}": value for name, value in self.figures_so_far().items()})
 
     def status(self) -> dict[str, Any]:
         return {"saving": self.figures_so_far()}
 
-    def step(self, writing: bool) -> None:
-        """A step was taken. writing: whether a checkpoint is being written."""
-        now = time.perf_counter()
+    def stepped(self) -> None:
+        now, writing = time.perf_counter(), not self.run.checkpoints.writer.done.is_set()
         if self.stepped_at is not None:
             self.steps[writing] += 1
             self.step_s[writing] += now - self.stepped_at

@@ -42,8 +42,3 @@ class CudaStopwatch(Stopwatch):
         while self.events and self.events[0][1].query():
             start, end = self.events.popleft()
             self.total_s += start.elapsed_time(end) / 1000
-
-
-def stopwatch_of(device: torch.device) -> Stopwatch:
-    """One for this device."""
-    return CudaStopwatch() if device.type == "cuda" else Stopwatch()
