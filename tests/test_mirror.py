@@ -28,9 +28,10 @@ import ddp.parts.mirror.mirror as mirror
 from compare import differences
 from config import Config
 from ddp.checkpoint.storage import verify
+from ddp.distributed.process_group import DistContext
 from ddp.parts.mirror.callback import MirrorCallback
 from faults import fault
-from processes import start, train
+from processes import on_ranks, start, train
 
 OPTIONS = ["--dataset", "synthetic", "--batch-size", 16, "--log-every", 2, "--keep-checkpoints", 2]
 EVERY_2 = [*OPTIONS, "--checkpoint-every", 2, "--epochs", 1]
@@ -483,11 +484,18 @@ def test_a_mirror_belongs_to_one_run(small: None, tmp_path: Path, monkeypatch: p
 
 
 def test_the_last_upload_has_all_of_its_time_also_with_a_short_timeout() -> None:
-    """The ranks wait for each other in between, for less than --timeout."""
-    waits: list[float] = []
-    uploading = SimpleNamespace(finish=lambda seconds: waits.append(seconds), warn_if_behind=lambda: waits.append(0.0))
-    callback = object.__new__(MirrorCallback)
-    callback.config, callback.mirror = SimpleNamespace(timeout=8.0), uploading
-    callback.ctx = SimpleNamespace(on_main=lambda function, *given: function(*given))
-    callback.finish(25.0)
-    assert waits.pop() == 0.0 and {*waits} == {2.0} and 25 <= sum(waits) <= 27
+    """The ranks wait for each other in between, for less than --timeout. Rank 0 decides: others stopped later."""
+
+    def finished(ctx: DistContext) -> tuple[int, bool]:
+        waits: list[float] = []
+        callback = object.__new__(MirrorCallback)
+        callback.config, callback.ctx = SimpleNamespace(timeout=0.4), ctx
+        callback.mirror = SimpleNamespace(
+            finish=lambda seconds: waits.append(seconds) or time.sleep(seconds), warn_if_behind=lambda: None
+        )
+        start = time.monotonic()
+        callback.finish(1.0 if ctx.rank == 0 else 0.1)
+        return len(waits), time.monotonic() - start >= 1.0
+
+    (waits, late), others = on_ranks(2, finished)
+    assert waits > 1 and late and others == (0, True)

@@ -709,20 +709,53 @@ def test_totals_of_other_shapes_are_refused_whenever_they_are_added_up(numbers: 
     assert {*found} == {"batch_totals in model.py: values has another shape in another batch: return a sum"}
 
 
-def test_totals_whose_shapes_differ_between_ranks_are_refused() -> None:
-    def refused(ctx: DistContext) -> str:
-        meter, shape = Meter(ctx), (2, 3) if ctx.rank == 0 else (3, 2)
-        meter.add({"values": torch.ones(shape)})
-        if ctx.rank == 0:
-            meter.take()
-            return ""
+ANOTHER = "has another shape than before the first log line, or than on rank 0: return the same shape from the start"
+
+
+@pytest.mark.parametrize(
+    ("of_0", "of_1", "total"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 2), None),
+        (torch.ones(3), 5, None),
+        (torch.ones(3), 0, [1, 1, 1]),
+        (torch.ones(3), torch.zeros(()), [1, 1, 1]),
+        (1, torch.ones(1), 2),
+        (torch.ones(1), 1, [2]),
+    ],
+)
+def test_totals_whose_shapes_differ_between_ranks_are_refused_unless_they_are_one_number(
+    of_0: Any, of_1: Any, total: Any
+) -> None:
+    def added(ctx: DistContext) -> Any:
+        meter = Meter(ctx)
+        meter.add({"values": of_1 if ctx.rank else of_0})
+        if total is not None or ctx.rank == 0:
+            return meter.take()["values"].tolist()
         with pytest.raises(UsageError) as error:
             meter.take()
-        ctx.sum(torch.zeros(1 + 6, dtype=torch.double))  # for which rank 0 waits
+        ctx.sum(torch.zeros(1 + of_0.numel(), dtype=torch.double))  # for which rank 0 waits
         ctx.on_main(lambda: None)
         return str(error.value)
 
-    assert on_ranks(2, refused)[1] == "batch_totals in model.py: values has another shape on rank 0: return a sum"
+    found = on_ranks(2, added)
+    assert found[1] == total if total is not None else found[1] == f"batch_totals in model.py: values {ANOTHER}"
+
+
+@pytest.mark.parametrize("first", [[torch.ones(3), 5], [5, torch.ones(3)], [torch.ones(300), 5], [5, torch.ones(300)]])
+def test_a_number_is_not_added_to_each_entry_of_a_tensor(first: list[Any]) -> None:
+    def added(ctx: DistContext) -> str:
+        meter = Meter(ctx)
+        with pytest.raises(UsageError) as error:
+            for value in first:
+                meter.add({"values": value})
+            meter.take()
+        none = Meter(ctx)
+        for value in first:
+            none.add({"values": value if isinstance(value, Tensor) else 0})
+        assert none.take()["values"].sum() in (3, 300)
+        return str(error.value)
+
+    assert on_ranks(1, added) == ["batch_totals in model.py: values has another shape in another batch: return a sum"]
 
 
 def test_what_a_meter_has_added_stays_as_it_was() -> None:
@@ -856,7 +889,9 @@ def test_an_optimizer_that_is_wrapped_keeps_the_rates_of_the_schedule(load: str)
     schedule = Schedule(optimizer, Config.parse(["--warmup-epochs", "0"]), 64)
     optimizer.load_state_dict(optimizer.state_dict())
     if "shared" not in load:
-        with pytest.raises(UsageError, match=r"^Wrapper.load_state_dict takes SGD the learning rates of the schedule"):
+        with pytest.raises(
+            UsageError, match=r"^after Wrapper.load_state_dict\(\) the schedule does not reach its SGD: "
+        ):
             schedule.resume()
         return
     schedule.resume()

@@ -102,8 +102,9 @@ def once_per_machine(name: str, find: Callable[[], dict[str, Any]]) -> dict[str,
     start, run = time.time(), [os.getppid(), os.getcwd()]
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # who could replace what is found
-        raise SetupError(f"{folder} belongs to another user: set TMPDIR to a directory of your own")
+    with tempfile.TemporaryFile(dir=folder) as own:
+        if os.fstat(own.fileno()).st_uid != folder.lstat().st_uid:  # who could replace what is found
+            raise SetupError(f"{folder} belongs to another user: set TMPDIR to a directory of your own")
     path = folder / f"{hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()}.pt"
     with FileLock(path.with_suffix(".lock")):
         if path.exists() and path.stat().st_mtime >= start:  # found while this process has waited

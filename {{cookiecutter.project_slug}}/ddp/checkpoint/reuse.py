@@ -71,7 +71,7 @@ def saved_names(config: RunConfig) -> list[str]:
 def _saved_options(path: Path) -> dict[str, Any]:
     """The options in a checkpoint. Its digest is verified when its weights are loaded."""
     try:
-        return dict(storage.load(path)["config"])  # reads no weights
+        return dict(storage.load(path)["config"])  # reads no weights where files can be mapped
     except Exception as error:
         cause = error.__cause__ if isinstance(error, InvalidCheckpoint) else error
         reason = cause.strerror if isinstance(cause, OSError) else "it is no checkpoint of this project, or damaged"

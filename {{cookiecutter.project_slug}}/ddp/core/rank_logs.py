@@ -70,7 +70,7 @@ def start_rank_log(rank: int, world_size: int, output_dir: str) -> None:
         os.dup2(file.fileno(), stream.fileno())
     logger = logging.getLogger("ddp")
     for handler in logger.handlers:
-        if isinstance(handler, _ConsoleHandler):
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
             handler.setStream(consoles[0])
     to_file = logging.StreamHandler(file)
     to_file.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk must not stop the run

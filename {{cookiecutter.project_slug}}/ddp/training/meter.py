@@ -68,12 +68,16 @@ class Meter:
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
-            if any(tensor.shape != self.shapes.setdefault(name, tensor.shape) for tensor in tensors):
+            before_them = self.local.get(name, torch.zeros((), dtype=torch.double))
+            different = any(each.shape != self.shapes.setdefault(name, each.shape) for each in tensors)
+            if name in self.shapes and self.shapes[name].numel() > 1:  # a number would be added to each entry
+                different |= bool(numbers) or (before_them.dim() == 0 and bool(before_them))
+            if different:
                 raise UsageError(f"batch_totals in model.py: {name} has another shape in another batch: return a sum")
             if any(each._version for each in tensors if not each.is_inference()):
                 raise UsageError(f"batch_totals in model.py: {name} was changed afterwards: return a clone()")
             total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
-            self.local[name] = self.local.get(name, 0) + total + numbers
+            self.local[name] = before_them + total + numbers
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
@@ -86,9 +90,7 @@ class Meter:
             names = ", ".join(unknown)
             raise UsageError(f"batch_totals: {names} missing until the first log line: return zeros from the start")
         tensors = {name: zero for name, zero in zeros.items() if isinstance(zero, torch.Tensor)}
-        if other := [name for name, zero in tensors.items() if local.get(name, zero).shape not in ((), zero.shape)]:
-            raise UsageError(f"batch_totals in model.py: {other[0]} has another shape on rank 0: return a sum")
-        ours = [(zero + local.get(name, zero)).flatten() for name, zero in tensors.items()]
+        ours = [_as_in(zero, local.get(name, zero), name).flatten() for name, zero in tensors.items()]
         batches = torch.tensor([bool(local)], dtype=torch.double)  # whether this rank has had one
         everyone = self.ctx.sum(torch.cat([batches, *ours]))
         if not everyone[0]:
@@ -147,6 +149,16 @@ def _own(tensor: torch.Tensor, at_first: bool) -> torch.Tensor:
     is_weight = tensor.requires_grad and tensor.is_leaf
     changes = at_first or is_weight or (not tensor.is_inference() and tensor._version > 0)
     return tensor.detach().clone() if changes else tensor.detach()
+
+
+def _as_in(zero: torch.Tensor, total: torch.Tensor, name: str) -> torch.Tensor:
+    """A total with the shape that it has on rank 0, and had before the first log line. A number may be nothing: 0."""
+    if total.numel() == zero.numel() == 1 or (total.dim() == 0 and not total):
+        return zero + total.sum()
+    if total.shape != zero.shape:
+        what = f"{name} has another shape than before the first log line, or than on rank 0"
+        raise UsageError(f"batch_totals in model.py: {what}: return the same shape from the start")
+    return total
 
 
 def _zeros(totals: Totals) -> Totals:

@@ -59,7 +59,7 @@ class Schedule:
         if lost := [each for each in self.wrapped if not self._shares_groups(each)]:
             outer, inner = type(self.optimizer).__name__, type(lost[0]).__name__
             remedy = "let both have the same param_groups at its end, as 'Muon with AdamW' in docs/recipes.md does"
-            raise UsageError(f"{outer}.load_state_dict takes {inner} the learning rates of the schedule: {remedy}")
+            raise UsageError(f"after {outer}.load_state_dict() the schedule does not reach its {inner}: {remedy}")
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
@@ -107,5 +107,6 @@ class Schedule:
 
 def _held_by(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in the attributes of `optimizer`, as of SAM or Lookahead."""
-    values = [each if isinstance(each, list | tuple) else [each] for each in vars(optimizer).values()]
+    held = [[*each.values()] if isinstance(each, dict) else each for each in vars(optimizer).values()]
+    values = [each if isinstance(each, list | tuple) else [each] for each in held]
     return [each for each in chain.from_iterable(values) if isinstance(each, torch.optim.Optimizer)]

@@ -184,7 +184,8 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
             remedy = "freeze it before wrap_model, or write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"{late[0]} was frozen after wrap_model, which would wait for its gradient: {remedy}")
         if missing:
-            remedy = "use them in forward() (in a checkpoint() with use_reentrant=False), remove them, or freeze them"
+            remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
+            remedy += "; a checkpoint() around them needs use_reentrant=False"
             if ddp_model is not None:
                 remedy += "; if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")

@@ -1,6 +1,8 @@
 """When a run uses its mirror."""
 
 import logging
+import math
+import time
 from typing import Any
 
 from ddp.core.parts import Callback
@@ -37,13 +39,14 @@ class MirrorCallback(Callback):
 
     def finish(self, timeout: float | None) -> None:
         """Wait for the upload of the last checkpoint, unless it fails; without `timeout`, until a request to stop."""
-        interval, waited_s = min(timeout or 2.0, self.config.timeout / 4), 0.0
-        while not self.ctx.on_main(self.mirror.finish, interval):
-            if timeout is None and not waited_s:
+        interval = min(timeout or 2.0, self.config.timeout / 4)
+        end = math.inf if timeout is None else time.monotonic() + timeout  # rank 0's clock decides for all
+        waits = False
+        while not self.ctx.on_main(lambda: self.mirror.finish(interval) or time.monotonic() >= end):
+            if timeout is None and not waits:
+                waits = True
                 log.info(f"waiting for the upload to {self.mirror.url}; Ctrl-C ends that")
-            waited_s += interval
-            stops = any(self.ctx.gather(stop_signal.reason is not None)) if timeout is None else waited_s >= timeout
-            if stops:
+            if timeout is None and any(self.ctx.gather(stop_signal.reason is not None)):
                 break
         self.ctx.on_main(self.mirror.warn_if_behind)
 
