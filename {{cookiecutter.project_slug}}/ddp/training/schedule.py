@@ -7,12 +7,12 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 
 import math
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 
 from ddp.core.errors import UsageError
+from ddp.distributed.tensors import leaves
 
 REMEDY = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
 REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
@@ -33,7 +33,8 @@ class Schedule:
         if own and any(group.get("lr_scale", 1.0) != 1 for group in own):
             raise UsageError("a group of weights has its own `lr` and an `lr_scale`, which multiplies it: give it one")
         self.start = self._rates()  # before the first step of this process
-        self.wrapped = [each for each in _held_by(optimizer) if self._shares_groups(each)]
+        held = [each for each in leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer)]
+        self.wrapped = [each for each in held if self._shares_groups(each)]  # as by SAM or Lookahead
         self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
         try:
@@ -103,10 +104,3 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.lr = state["lr"]
-
-
-def _held_by(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in the attributes of `optimizer`, as of SAM or Lookahead."""
-    held = [[*each.values()] if isinstance(each, dict) else each for each in vars(optimizer).values()]
-    values = [each if isinstance(each, list | tuple) else [each] for each in held]
-    return [each for each in chain.from_iterable(values) if isinstance(each, torch.optim.Optimizer)]
