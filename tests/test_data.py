@@ -1309,8 +1309,10 @@ def test_a_worker_that_stands_still_in_its_fork_is_killed_and_all_are_started_ag
     An evaluation lost the batches that were to be read by then, and the ranks called different collectives.
     """
 
+    before = len(multiprocessing.active_children())  # of this process; its ranks count them as well
+
     def stand_still_once() -> None:
-        if len(multiprocessing.active_children()) == 1 and not (tmp_path / "stuck").exists():
+        if len(multiprocessing.active_children()) == before + 1 and not (tmp_path / "stuck").exists():
             (tmp_path / "stuck").write_text(str(os.getpid()))
             time.sleep(600)
 
