@@ -1,5 +1,5 @@
 # make demo: train a rendered project.  make check: lint, types, fast tests.  make bench: speed.
-# make test: each behaviour once, in about 15 minutes.  make test-all: then all that enumerates, and three versions of torch.
+# make test: each behaviour once, in 15 to 20 minutes.  make test-all: then all that enumerates, and three versions of torch.
 # make gpu: what only a GPU can settle.
 SHELL := /bin/bash
 PYTHON ?= python3
