@@ -75,7 +75,7 @@ def compute(config: Config, hooks: Any, batch: Any, network: torch.nn.Module, fa
         loss = task.compute_loss(outputs, targets, config)
     assert devices(loss) == {"cuda"}
     meter = Meter(Context())
-    meter.add(task.batch_totals(loss, outputs, targets))
+    meter.add({**task.batch_totals(loss, outputs, targets), "a total of several numbers": loss.detach().new_zeros(2)})
     meter._add_pending()
 
 

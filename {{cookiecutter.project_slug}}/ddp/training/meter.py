@@ -68,16 +68,16 @@ class Meter:
                 continue
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             numbers = sum(value for value in values if not isinstance(value, torch.Tensor))
-            before_them = self.local.get(name, torch.zeros((), dtype=torch.double))
+            before_them = self.local.get(name)
             different = any(each.shape != self.shapes.setdefault(name, each.shape) for each in tensors)
             if name in self.shapes and self.shapes[name].numel() > 1:  # a number would be added to each entry
-                different |= bool(numbers) or (before_them.dim() == 0 and bool(before_them))
+                different |= bool(numbers) or (before_them is not None and before_them.dim() == 0 and bool(before_them))
             if different:
                 raise UsageError(f"batch_totals in model.py: {name} has another shape in another batch: return a sum")
             if any(each._version for each in tensors if not each.is_inference()):
                 raise UsageError(f"batch_totals in model.py: {name} was changed afterwards: return a clone()")
             total = torch.stack(tensors).double().sum(0) if tensors else torch.zeros((), dtype=torch.double)
-            self.local[name] = before_them + total + numbers
+            self.local[name] = (0 if before_them is None else before_them) + total + numbers
 
     def reduce(self) -> None:
         """Add this rank's batches to the totals of all. Call on every rank. Raises Diverged for an infinite loss."""
