@@ -67,7 +67,7 @@ class Machine:
         found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
 
-    def until_port(self, port: int, state: str = LISTENING, timeout: float = 60) -> None:
+    def until_port(self, port: int, state: str = LISTENING, timeout: float = 180) -> None:
         """Wait until a process here listens at this port, or is connected to it."""
         end = time.monotonic() + timeout
         sockets = ("ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6")
@@ -107,7 +107,7 @@ class Program:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def until(self, text: str, timeout: float = 60) -> str:
+    def until(self, text: str, timeout: float = 180) -> str:
         """Wait until it has printed `text`."""
         end = time.monotonic() + timeout
         while text not in self.output():
@@ -116,7 +116,7 @@ class Program:
             time.sleep(0.02)
         return self.printed
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 180) -> int:
         """Its exit code."""
         end = time.monotonic() + timeout
         while self.process.poll() is None:

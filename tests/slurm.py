@@ -108,25 +108,25 @@ class Job:
         file = self.project / f"slurm-{self.number}.out"
         return file.read_text() if file.exists() else ""
 
-    def until(self, condition: Callable[[], Any], timeout: float = 120) -> None:
+    def until(self, condition: Callable[[], Any], timeout: float = 240) -> None:
         """Wait until something holds."""
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, f"not within {timeout} s: {self.show()}\n{self.output()}"
             time.sleep(0.1)
 
-    def says(self, text: str, count: int = 1, timeout: float = 120) -> None:
+    def says(self, text: str, count: int = 1, timeout: float = 240) -> None:
         """Wait until it has printed something so many times."""
         self.until(lambda: self.output().count(text) >= count, timeout)
 
-    def ends(self, state: str, timeout: float = 120) -> dict[str, str]:
+    def ends(self, state: str, timeout: float = 240) -> dict[str, str]:
         """Wait until it has ended. Returns what Slurm knows."""
         self.until(lambda: self.show()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), timeout)
         known = self.show()
         assert known["JobState"] == state, f"{known}\n{self.output()}"
         return known
 
-    def comes_back(self, restarts: int = 1, timeout: float = 120) -> None:
+    def comes_back(self, restarts: int = 1, timeout: float = 240) -> None:
         """Wait until it is in the queue again, or has left it again."""
 
         def back() -> bool:

@@ -107,7 +107,7 @@ class At:
     def __call__(self, run: Any) -> None:
         if run.ctx.rank == 0 and run.state.step in self.steps:
             condition, number = self.steps[run.state.step]
-            end = time.monotonic() + 60
+            end = time.monotonic() + 180
             while not condition(mirror_of(run)):
                 assert time.monotonic() < end
                 time.sleep(0.01)
@@ -121,7 +121,7 @@ def server() -> Iterator[int]:
     environment = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "3"}
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             break

@@ -104,7 +104,7 @@ def alone(project: Path, do: str, *arguments: Any, **environ: str) -> Program:
 def node(machine: Machine, rank: int, project: Path, do: str = "", *arguments: Any, **environ: str) -> Program:
     """launch_node.sh with the stub, as node `rank` of 2 at gpu1's address; one process."""
     variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "1", "MASTER_ADDR": "10.77.0.1", "DO": do}
-    variables |= {"STUB": str(project.parent), "START_GRACE": "30", "TMPDIR": str(_temporary(project)), **environ}
+    variables |= {"STUB": str(project.parent), "START_GRACE": "300", "TMPDIR": str(_temporary(project)), **environ}
     return machine.start("bash", project / "launch_node.sh", *arguments, **variables)
 
 
@@ -136,7 +136,7 @@ def _runs(pid: int) -> bool:
 
 def refused_alike(programs: list[Program], *says: str) -> str:
     """All end with 3 and the same one line; before that, they may have printed that they wait for another."""
-    codes = [program.wait(25) for program in programs]  # less than START_GRACE
+    codes = [program.wait() for program in programs]  # less than START_GRACE
     lines = [re.sub(r"^node \d: waiting .*\n", "", program.output()) for program in programs]
     assert codes == [3] * len(programs), lines
     assert len(set(lines)) == 1 and lines[0].count("\n") == 1, lines
@@ -158,7 +158,7 @@ def test_two_machines_meet_and_their_workers_know_the_world_size(
         return node(two[rank], rank, project, "", "--", "--data-dir", rank, MASTER_ADDR=address)
 
     later = start(1)
-    waiting = f"node 1: waiting for node 0 at {address}:29500 (up to 30 s; Connection refused)"
+    waiting = f"node 1: waiting for node 0 at {address}:29500 (up to 300 s; Connection refused)"
     assert later.until("waiting") == f"{waiting}\n"
     nodes = [start(0), later]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
@@ -189,7 +189,7 @@ def test_another_program_at_the_port_of_node_0_is_recognised(two: list[Machine],
     visitor = node(two[1], 1, project)
     assert visitor.wait() == 3
     waiting, line = visitor.output().splitlines()
-    assert waiting.endswith("(up to 30 s; another program uses that port)")
+    assert waiting.endswith("(up to 300 s; another program uses that port)")
     assert "node 1 (gpu2) finds another program than node 0 at 10.77.0.1:29500" in line and "--master-port" in line
 
 
@@ -609,7 +609,7 @@ def test_a_second_signal_ends_everything_at_once(project: Path) -> None:
     launcher.until("got SIGUSR1")
     time.sleep(1.2)
     launcher.signal(signal.SIGTERM)
-    assert launcher.wait(60) == 128 + signal.SIGTERM, launcher.output()  # long before they have saved
+    assert launcher.wait() == 128 + signal.SIGTERM, launcher.output()  # long before they have saved
     assert launcher.output().splitlines()[-1].endswith("quit immediately on a second signal (SIGTERM)")
     assert "was killed" not in launcher.output(), "that was asked for"
     assert_nothing_left(project)
@@ -634,9 +634,9 @@ def test_a_signal_before_training_begins_ends_all_with_75(project: Path) -> None
         waiting = node(machine, 0, project)
         machine.until_port(29500)
         waiting.signal(signal.SIGTERM)
-        assert waiting.wait(25) == 75 and "stopped by SIGTERM before training began" in waiting.output()
+        assert waiting.wait() == 75 and "stopped by SIGTERM before training began" in waiting.output()
     starting = alone(project, FOR_EVER)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not any(_temporary(project).iterdir()):  # the launcher imports torch
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -675,7 +675,7 @@ def test_nothing_survives_the_launcher(project: Path) -> None:
     launcher.until("rank 1 of")
     launcher.signal(signal.SIGKILL)
     launcher.wait()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while any(_runs(int(file.read_text())) for file in project.parent.glob("pid-*")):
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -80,7 +80,7 @@ def the_error(ranks: Ranks) -> str:
     return line
 
 
-def until(condition: Callable[[], Any], ranks: Ranks, timeout: float = 60) -> None:
+def until(condition: Callable[[], Any], ranks: Ranks, timeout: float = 180) -> None:
     """Wait until `condition` holds. Fails with the run's output if it does not."""
     end = time.monotonic() + timeout
     while not condition():
