@@ -865,38 +865,48 @@ def test_a_scheduler_of_torch_that_is_no_field_of_training_is_refused(
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around SGD, as SAM or Lookahead. `load`: what the two have after a resume."""
+    """An optimizer around SGD, as SAM or Lookahead. `how`: what the two have, after a resume too."""
 
-    def __init__(self, load: str) -> None:
-        self.inner, self.load = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), load
-        super().__init__(self.inner.param_groups, self.inner.defaults)
+    def __init__(self, how: str) -> None:
+        self.inner, self.how = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), how
+        groups = self.inner.param_groups
+        super().__init__([dict(each) for each in groups] if "own groups" in how else groups, self.inner.defaults)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for own, inner in zip(self.param_groups, self.inner.param_groups if "copied" in self.how else (), strict=False):
+            inner["lr"] = own["lr"]
+        self.inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict() if "inner" in self.load else super().state_dict()
+        return self.inner.state_dict() if "inner" in self.how else super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state) if "inner" in self.load else super().load_state_dict(state)
-        if self.load == "inner, then shared":
+        self.inner.load_state_dict(state) if "inner" in self.how else super().load_state_dict(state)
+        if self.how == "inner, then shared":
             self.param_groups = self.inner.param_groups
-        elif self.load == "outer, then shared":
+        elif self.how == "outer, then shared":
             self.inner.param_groups = self.param_groups
 
 
+REACHED = ["inner, then shared", "outer, then shared", "inner, copied", "outer, copied", "own groups, copied"]
+
+
 @fault(55)
-@pytest.mark.parametrize("load", ["inner", "inner, then shared", "outer", "outer, then shared"])
-def test_an_optimizer_that_is_wrapped_keeps_the_rates_of_the_schedule(load: str) -> None:
-    optimizer = Wrapper(load)
+@pytest.mark.parametrize("how", [*REACHED, "inner", "outer", "own groups"])
+def test_an_optimizer_that_is_wrapped_keeps_the_rates_of_the_schedule(how: str) -> None:
+    optimizer = Wrapper(how)
     schedule = Schedule(optimizer, Config.parse(["--warmup-epochs", "0"]), 64)
     optimizer.load_state_dict(optimizer.state_dict())
-    if "shared" not in load:
-        with pytest.raises(
-            UsageError, match=r"^after Wrapper.load_state_dict\(\) the schedule does not reach its SGD: "
-        ):
-            schedule.resume()
-        return
     schedule.resume()
-    schedule.start_step(5.0)
-    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05), "half of 0.1, in the middle of the run"
+    for epochs_done, expected in ((0.0, 0.1), (5.0, 0.05)):  # half of it in the middle of the run
+        schedule.start_step(epochs_done)
+        if how not in REACHED and epochs_done:
+            line = r"^the schedule does not reach the SGD in Wrapper: let both have the same param_groups, "
+            with pytest.raises(UsageError, match=line):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 def test_the_logged_rate_is_that_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

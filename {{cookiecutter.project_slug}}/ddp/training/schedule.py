@@ -7,6 +7,7 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ class Schedule:
         if own and any(group.get("lr_scale", 1.0) != 1 for group in own):
             raise UsageError("a group of weights has its own `lr` and an `lr_scale`, which multiplies it: give it one")
         self.start = self._rates()  # before the first step of this process
-        held = [each for each in leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer)]
-        self.wrapped = [each for each in held if self._shares_groups(each)]  # as by SAM or Lookahead
         self.given: list[Any] = []  # by `set`, to each group
         self.used: list[Any] = []  # by the optimizer's last step
         try:
@@ -42,6 +41,9 @@ class Schedule:
         except AttributeError as error:
             remedy = "call super().__init__(params, defaults) in its __init__"
             raise UsageError(f"{type(optimizer).__name__} is no complete torch.optim.Optimizer: {remedy}") from error
+        for each in leaves(vars(optimizer)):
+            if isinstance(each, torch.optim.Optimizer):  # that it wraps, as Lookahead does
+                each.register_step_pre_hook(partial(self._check_reaches, self._rates_in(each)))
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -51,16 +53,24 @@ class Schedule:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
         return float(max(self.used)) if self.used else self.lr
 
-    def _shares_groups(self, other: torch.optim.Optimizer) -> bool:
-        return any(one is two for one in other.param_groups for two in self.optimizer.param_groups)
+    def _rates_in(self, inner: torch.optim.Optimizer) -> list[tuple[float, float]]:
+        """The rate of each group in `inner`, and the rate that its weights have here, or else the first group."""
+        ours = {id(weight): group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
+        groups = [group for group in inner.param_groups if group.get("lr") is not None and group["params"]]
+        first = self.optimizer.param_groups[0]["lr"]
+        return [(float(group["lr"]), float(ours.get(id(group["params"][0]), first))) for group in groups]
+
+    def _check_reaches(self, at_first: list[tuple[float, float]], inner: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step of `inner`. Raises UsageError if its rate did not change as that around it did."""
+        for (before, ours_before), (rate, ours) in zip(at_first, self._rates_in(inner), strict=False):
+            if not math.isclose(rate * ours_before, before * ours, rel_tol=1e-6):
+                what = f"the schedule does not reach the {type(inner).__name__} in {type(self.optimizer).__name__}"
+                remedy = "let both have the same param_groups, after load_state_dict() too"
+                raise UsageError(f"{what}: {remedy}, as 'Muon with AdamW' in docs/recipes.md does")
 
     def resume(self) -> None:
-        """The optimizer has the rates of a checkpoint. Raises UsageError if one that it wraps would keep them."""
+        """The optimizer has the rates of a checkpoint."""
         self.start = self._rates()
-        if lost := [each for each in self.wrapped if not self._shares_groups(each)]:
-            outer, inner = type(self.optimizer).__name__, type(lost[0]).__name__
-            remedy = "let both have the same param_groups at its end, as 'Muon with AdamW' in docs/recipes.md does"
-            raise UsageError(f"after {outer}.load_state_dict() the schedule does not reach its {inner}: {remedy}")
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
