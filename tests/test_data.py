@@ -40,7 +40,7 @@ from test_loader import Noise, Numbers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import tensorboard  # noqa: F401  the same
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
@@ -54,7 +54,7 @@ from data import MEAN, STD, build_transforms
 from ddp.core.errors import SetupError, UsageError
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
-from ddp.data.dataset import BatchDataset, Datasets, data_name
+from ddp.data.dataset import BatchDataset, Datasets, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.workers import start_workers
 from ddp.distributed.process_group import DistContext
@@ -503,6 +503,35 @@ def test_images_in_memory_may_change_with_the_epoch() -> None:
         return [round(value, 5) for value in batches]
 
     assert by_rank(1, first) == [[0.0, round(50 / 255, 5), round(51 / 255, 5), round(51 / 255 / 2, 5)]]
+
+
+class OfNoBase:
+    """As many write it: a class of its own, which random_split takes."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1,), float(self.epoch)), 0
+
+
+def test_what_a_subset_holds_may_be_of_any_class() -> None:
+    dataset = Subset(OfNoBase(), range(4))  # type: ignore[arg-type]
+    several = ConcatDataset([OfNoBase(), OfNoBase()])  # type: ignore[list-item]
+
+    def firsts(ctx: DistContext) -> list[float]:
+        loaders = [TrainLoader(each, options("--batch-size=4"), ctx) for each in (dataset, several)]
+        return [next(next(each.steps(epoch)))[0][0].item() for each in loaders for epoch in range(3)]
+
+    assert by_rank(1, firsts) == [[0.0, 1.0, 2.0] * 2]
+    dataset.dataset.collate = list  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"^dataset OfNoBase has collate: subclass ddp.data.dataset.BatchDataset"):
+        hooks_of(dataset)
 
 
 def test_a_val_fraction_that_cannot_be_had_is_refused(images: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from project_runs import python
 from template_copy import changed_main, copy_template, shrink
 from torch import Tensor, nn
+from torch.distributed import all_gather  # by name, as owners do
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.utils.data import Dataset, Subset
 
 import data
@@ -53,10 +55,11 @@ def rehearsed(folder: Path, *options: str, nproc: int = 2, steps: int = 8) -> di
     return {name: found for name, found, _ in rehearsal(folder, *options, nproc=nproc, steps=steps).checks()}
 
 
-RESUMED, WORKERS, MIDDLE = (
-    "killed twice and resumed",
+RESUMED, WORKERS, MIDDLE, ENDED = (
+    "killed three times and resumed",
     "0 and 2 DataLoader workers",
     "evaluated in the middle of an epoch",
+    "ended by --max-steps in the middle of an epoch, and resumed",
 )
 EVALUATED = ["evaluated by 1 new process", "evaluated by 2 new processes"]
 
@@ -86,6 +89,17 @@ class WithQueue(Small):
         if self.training:
             self.queue = torch.cat([outputs.detach(), self.queue])[: len(self.queue)]
         return -mean
+
+
+class WithScale(Small):
+    """A buffer that the loop over the epochs changes."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        return outputs * (self.scale - 1)
 
 
 class Running:
@@ -202,6 +216,18 @@ def with_forgotten_ema(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(main, "main", changed_main({**edits, **field}))
 
 
+def with_loop(lines: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """lines: in place of run.end_epoch(...), as `end`."""
+
+    def make(patch: pytest.MonkeyPatch) -> None:
+        with_model(WithScale)(patch)
+        end = "            run.end_epoch(evaluate(evaluated_model, val_loader, config, ctx), val_loader)\n"
+        patch.setattr(main, "main", changed_main({end: lines.replace("end", end.strip())}))
+
+    return make
+
+
+SCALE = "model.scale.mul_(0.7)\n"
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]] = {
     "a queue as a plain attribute": (with_model(WithQueue), [RESUMED, *EVALUATED], "model: layer.weight differs by "),
     "an object with statistics": (with_model(WithStatistics), [RESUMED, *EVALUATED], "model: layer.weight differs by "),
@@ -217,6 +243,12 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
         with_datasets(lambda found: Datasets(Counting(), found.val, found.test)),
         [WORKERS],
         "model: conv1.weight differs by ",
+    ),
+    "a change after the end of an epoch": (with_loop(f"            end\n            {SCALE}"), [RESUMED], "model: "),
+    "a change at the end of an epoch that is not complete": (
+        with_loop(f"            {SCALE}            end\n"),
+        [ENDED],
+        "model: ",
     ),
     "an average that is no field": (
         with_forgotten_ema,
@@ -243,6 +275,12 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_what_changes_once_per_epoch_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_loop(f"            if run.epoch_is_complete():\n                {SCALE}            end\n")(monkeypatch)
+    found = rehearsed(tmp_path, nproc=1)
+    assert not any(found.values()) and found.keys() >= {RESUMED, ENDED}
+
+
 class Zipped(Dataset):
     """Opens its archive at the first read."""
 
@@ -575,7 +613,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
+        all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
     @staticmethod
@@ -598,7 +636,7 @@ def contrast(gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, An
 
 def without_gradient(rows: Tensor) -> Tensor:
     """Only this rank's rows have one, as in widely copied code."""
-    everyone = list(AllGather.apply(rows.detach()).chunk(dist.get_world_size()))
+    everyone = list(all_gather_tensor(rows.detach(), 0, dist.group.WORLD).chunk(dist.get_world_size()))
     everyone[dist.get_rank()] = rows
     return torch.cat(everyone)
 
@@ -611,7 +649,7 @@ def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers
     with_model(Small)(monkeypatch)
     monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
     left_out = {"2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py": []}
-    alone = {"2 processes are not checked: forward and compute_loss gather no samples with dist.all_gather": []}
+    alone = {"2 processes are not checked: forward and compute_loss gather no samples of the others": []}
     assert divisions(tmp_path / "alone") == left_out | alone
     monkeypatch.setattr(model, "compute_loss", contrast(AllGather.apply))
     assert divisions(tmp_path / "right") == left_out | {PROCESSES: []}
@@ -760,7 +798,7 @@ def test_the_command_prints_what_it_found_and_the_usual_causes(tmp_path: Path) -
     output = python(project, "rehearse.py", "--nproc", 1, "--", *GIVEN, code=1, fork=True, TMPDIR=str(tmp_path))
     (folder,) = tmp_path.glob("rehearsal-*")
     lines = output.splitlines()
-    assert lines[:2] == ["ok      trained two epochs with 1 process", "FAILED  killed twice and resumed"]
+    assert lines[:2] == ["ok      trained two epochs with 1 process", "FAILED  killed three times and resumed"]
     assert lines[2].startswith("        model: conv1.weight differs by ")
     assert lines[3].startswith("        metrics.jsonl: train of step 4: loss is ")
     assert "usual causes:" in output and "use a buffer, the optimizer's state_dict(), or a field of Training" in output

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,8 +103,8 @@ def rehearsed_main(
     project.main(config, rank_env)
 
 
-def whole_run(killed_in: int, folder: Path) -> None:
-    """Patch a run: killed with SIGKILL in this epoch, counted from 1; 0: not at all."""
+def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
+    """Patch a run: killed with SIGKILL in this epoch, counted from 0, after so many of its steps; None: not at all."""
     resume, advance, log_eval = Run.resume, Run.advance, Run.log_eval
 
     def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
@@ -113,9 +114,8 @@ def whole_run(killed_in: int, folder: Path) -> None:
 
     def advance_and_die(run: Any) -> None:
         advance(run)
-        length = run.run_log.steps_per_epoch
-        after = {1: SAVED_EVERY + 2, 2: SAVED_EVERY - 1}.get(killed_in, 0)  # steps of the epoch
-        if run.state.step == (killed_in - 1) * length + min(after, length):
+        (epoch, steps), length = killed_at or (0, 0), run.run_log.steps_per_epoch
+        if run.state.step == epoch * length + min(steps, length):
             run.checkpoints.writer.done.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -154,7 +154,7 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     def advance_and_write(run: Any) -> None:
         by_design["random numbers"] = constants.drawn
         advance(run)
-        complete = run._epoch_is_complete()
+        complete = run.epoch_is_complete()
         if complete or run.state.step == 1:
             write(run)
         if complete and run.state.epoch == 1:
@@ -171,32 +171,30 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     patch.multiple(DistributedDataParallel, __init__=init_ddp_and_copy).start()
 
 
+class NoteGathers(TorchDispatchMode):
+    """Makes the file `mark` if the block gathers the samples of all ranks, by whatever function of torch."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace and re.search("gather|all_?to_?all", function.overloadpacket.__name__):
+            self.mark.touch()
+        return function(*args, **(kwargs or {}))
+
+
 def note_gathers(mark: Path) -> None:
     """Make this file if the forward pass or the loss gathers samples of all ranks."""
-    inside = False
 
     def within(function: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal inside
-            inside = True
-            try:
+            with NoteGathers(mark):
                 return function(*arguments, **named)
-            finally:
-                inside = False
-
-        return call
-
-    def noted(gather: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            if inside:
-                mark.touch()
-            return gather(*arguments, **named)
 
         return call
 
     patch.multiple(task, forward=within(task.forward), compute_loss=within(task.compute_loss)).start()
-    names = ("all_gather", "all_gather_into_tensor")
-    patch.multiple(torch.distributed, **{name: noted(getattr(torch.distributed, name)) for name in names}).start()
 
 
 def patch_reading(dtype: torch.dtype, constants: Constants) -> None:

@@ -2,9 +2,9 @@
 
     python rehearse.py [--steps 8] -- OPTIONS of main.py (default: --nproc 2)
 
-In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed in the middle of each
-epoch, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at once;
-evaluates checkpoints in new processes; and divides a global batch in three ways: state and loss must be the same.
+In a temporary directory, it trains two epochs of at most --steps steps; does so again, is killed within and after an
+epoch, or ended, and resumes; trains with two DataLoader workers instead of none; reads samples in several processes at
+once; evaluates checkpoints in new processes; and divides a global batch in three ways: state and loss must be the same.
 """
 
 import json
@@ -54,6 +54,7 @@ RESUME = [
     "a sample that the dataset keeps, and changes in place: change a clone",
     "what is made of the weights of --init-from: see 'Fine-tune' in docs/recipes.md",
     "BatchNorm's statistics of one rank, in a pass without ddp_model: write `with ctx.evaluating(model)` around it",
+    "a change after run.end_epoch, which saves; or before it, in an epoch that is not complete: see docs/state.md",
     "gradients that a step leaves behind: call zero_grad() of each optimizer",
     "a sampler or a dataset that counts: use (epoch, start, stop) and the index, and set_epoch(epoch) for the epoch",
     "rounding, on GPUs and with more than two processes: pass --deterministic",
@@ -100,14 +101,17 @@ class Rehearsal:
 
     def checks(self) -> Iterator[Check]:
         """Each check, when it is done. Raises UserError if a run ends in another way than it should."""
-        whole = self.run("whole", partial(whole_run, 0))
+        whole = self.run("whole", partial(whole_run, None))
         names = json.loads((whole / "names").read_text())
         yield f"trained two epochs with {plural(self.nproc, 'process', 'es')}", [], []
-        killed = self.run("killed", partial(whole_run, 1), code=ExitCode.PEER_LOST)
-        middle = Path(shutil.copytree(killed, self.folder / "middle"))
-        self.run("killed", partial(whole_run, 2), code=ExitCode.PEER_LOST)
-        yield "killed twice and resumed", differences(whole, self.run("killed", partial(whole_run, 0)), names), RESUME
-        with_workers = self.run("with_workers", partial(whole_run, 0), workers=2)
+        middle_steps, middle = SAVED_EVERY + 2, self.folder / "middle"
+        for epoch, steps, every in ((0, middle_steps, SAVED_EVERY), (1, 2, None), (1, middle_steps, SAVED_EVERY)):
+            kill = partial(whole_run, (epoch, steps))  # the second one resumes from the end of an epoch
+            killed = self.run("killed", kill, code=ExitCode.PEER_LOST, checkpoint_every=every)
+            shutil.copytree(killed, middle) if epoch == 0 else None
+        resumed = self.run("killed", partial(whole_run, None))
+        yield "killed three times and resumed", differences(whole, resumed, names), RESUME
+        with_workers = self.run("with_workers", partial(whole_run, None), workers=2)
         yield "0 and 2 DataLoader workers", differences(whole, with_workers, names), RESUME
         yield "samples read by 2 DataLoader workers and this process at once", self.shared_files(), SHARE
         best = whole / "best.pt"
@@ -116,8 +120,11 @@ class Rehearsal:
             yield f"evaluated by {plural(ranks, 'new process', 'es')}", found, EVALUATE
         if any(middle.glob("checkpoints/step_*.pt")):  # an epoch may have too few steps
             saved = newest(middle)
-            short = self.run("short", partial(whole_run, 0), max_steps=torch.load(saved, weights_only=True)["step"])
+            short = self.run("short", partial(whole_run, None), max_steps=torch.load(saved, weights_only=True)["step"])
             yield "evaluated in the middle of an epoch", self.evaluated(short, saved, 1), EVALUATE
+            found = differences(whole, self.run("short", partial(whole_run, None)), names)  # it has an evaluation more
+            found = [each for each in found if not each.startswith(("metrics.jsonl", "best", "epochs_since"))]
+            yield "ended by --max-steps in the middle of an epoch, and resumed", found, RESUME
         yield from self.divisions()
 
     def shared_files(self) -> list[str]:
@@ -153,7 +160,8 @@ class Rehearsal:
         logged = {line["split"]: line for line in metrics_lines(trained) if line["step"] == step}
         splits = logged.keys() & {"val", "test"}
         if splits:
-            self.run(trained.name, partial(whole_run, 0), nproc, evaluate=True, resume=str(checkpoint), init_from=None)
+            changes = {"evaluate": True, "resume": str(checkpoint), "init_from": None}
+            self.run(trained.name, partial(whole_run, None), nproc, **changes)
         return [
             f"{split} {name} is {value:.6g}, and was {was:.6g} in the training"
             for split in sorted(splits, reverse=True)
@@ -180,11 +188,7 @@ class Rehearsal:
         for way, how in ways.items():
             other = self.divided(way, dtype, half, **how)
             if compares and not (other / "gathers").exists():
-                yield (
-                    "2 processes are not checked: forward and compute_loss gather no samples with dist.all_gather",
-                    [],
-                    [],
-                )
+                yield "2 processes are not checked: forward and compute_loss gather no samples of the others", [], []
                 continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found, others = self.apart(one, other, dtype)

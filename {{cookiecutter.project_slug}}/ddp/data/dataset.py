@@ -116,8 +116,8 @@ class BatchDataset(Dataset):
 def with_wrapped(dataset: Any) -> Iterator[Any]:
     """A dataset, and the one that it wraps, as torch's Subset does, and so on."""
     yield dataset
-    while isinstance(dataset := getattr(dataset, "dataset", None), Dataset):
-        yield dataset
+    while isinstance(inner := getattr(dataset, "dataset", None), Dataset) or isinstance(dataset, Subset):
+        yield (dataset := inner)  # what a Subset holds need not be a Dataset of torch
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
@@ -173,13 +173,18 @@ def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
     for value in [*getattr(dataset, "__dict__", {}).values()]:
         if isinstance(value, dict) and len(value) < MANY:
-            value = [part for part in value.values() if isinstance(part, Dataset)]
-        several = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
+            value = [part for part in value.values() if _is_dataset(part)]
+        several = isinstance(value, list | tuple) and value and _is_dataset(value[0])
         for part in value if several else (value,):  # as in torch's ConcatDataset
-            if isinstance(part, Dataset) and id(part) not in seen:
+            if _is_dataset(part) and id(part) not in seen:
                 seen.add(id(part))
                 yield part
                 yield from _held(part, seen)
+
+
+def _is_dataset(part: Any) -> bool:
+    """Of torch, or of a class that has set_epoch() and samples."""
+    return isinstance(part, Dataset) or all(hasattr(type(part), name) for name in ("set_epoch", "__getitem__"))
 
 
 def _has_hooks(part: Any) -> bool:

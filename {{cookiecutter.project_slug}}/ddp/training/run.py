@@ -192,7 +192,7 @@ class Run:
             gc.freeze()  # from now on, a full garbage collection of this process does not visit what exists
             check_same_weights(self.checkpoints.fields, state.step, self.ctx)
         self.run_log.step()
-        complete = self._epoch_is_complete()
+        complete = self.epoch_is_complete()
         at_end = complete or state.step >= self.max_steps
         if state.step % self.config.log_every == 0 or complete:
             shown = not at_end and self.run_log.steps_per_epoch > self.config.log_every
@@ -200,7 +200,8 @@ class Run:
         if every is not None and state.step % every == 0 and not at_end:
             self.save()
 
-    def _epoch_is_complete(self) -> bool:
+    def epoch_is_complete(self) -> bool:
+        """Whether the last step of the epoch was taken. --max-steps may end the steps before."""
         return self.train_loader.steps_left(self.state.epoch, self.state.samples_consumed) == 0
 
     def end_epoch(self, metrics: Mapping[str, float], val_loader: EvalLoader) -> None:
@@ -208,7 +209,7 @@ class Run:
 
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
-        state, complete = self.state, self._epoch_is_complete()
+        state, complete = self.state, self.epoch_is_complete()
         metrics = self.run_log.same_metrics(metrics, self.metric)
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
