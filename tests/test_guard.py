@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from outputs import newest, weights_and_momentum
+from template_copy import changed_main
 from torch import nn
 
 import main
@@ -164,6 +165,29 @@ class Counting(nn.Linear):
         self.passes = state
 
 
+class Seen:
+    """As in docs/state.md: a part of each rank, which only a save adds to what is saved."""
+
+    def __init__(self) -> None:
+        self.total, self.own = 0, torch.zeros(())
+
+    def before_save(self) -> None:
+        self.total, self.own = self.total + int(self.own), torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+COUNTS_SAMPLES = {
+    "    ema: ModelEma | None\n": "    ema: ModelEma | None\n    seen: Any\n",
+    "task.compute_metrics), ema)": "task.compute_metrics), ema, __import__('test_guard').Seen())",
+    "    return mean.finish(": "    training.seen.own += len(targets)\n    return mean.finish(",
+}
+
+
 def test_what_a_second_computation_would_change_is_refused(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,10 +195,13 @@ def test_what_a_second_computation_would_change_is_refused(
     with monkeypatch.context() as patched:
         patched.setattr(Run, "checked", lambda run, compute: compute)
         assert "--guard: main.py does not call run.checked(compute_gradients)" in train(1, *options, code=2)
+    refused = "--guard computes the gradients twice, and each time {} changes: "
     for model, what in ((Counting, "model: _extra_state"), (InPlace, "a batch: 0")):
-        monkeypatch.setattr(main.task, "build_model", lambda *_, model=model: model(3072, 10))
-        output = train(1, *options, code=2)
-        assert f"--guard computes the gradients twice, and each time {what} changes: " in output
+        with monkeypatch.context() as patched:
+            patched.setattr(main.task, "build_model", lambda *_, model=model: model(3072, 10))
+            assert refused.format(what) in train(1, *options, code=2)
+    monkeypatch.setattr(main, "main", changed_main(COUNTS_SAMPLES))
+    assert refused.format("seen: own") in train(1, *options, code=2)
 
 
 @pytest.mark.sample(2)

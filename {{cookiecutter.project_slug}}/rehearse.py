@@ -160,7 +160,7 @@ class Rehearsal:
         logged = {line["split"]: line for line in metrics_lines(trained) if line["step"] == step}
         splits = logged.keys() & {"val", "test"}
         if splits:
-            changes = {"evaluate": True, "resume": str(checkpoint), "init_from": None}
+            changes: dict[str, Any] = {"evaluate": True, "resume": str(checkpoint), "init_from": None}
             self.run(trained.name, partial(whole_run, None), nproc, **changes)
         return [
             f"{split} {name} is {value:.6g}, and was {was:.6g} in the training"

@@ -126,9 +126,8 @@ class Run:
             if self.checkpoints.last_step != self.state.step:
                 self.save()
             self.checkpoints.wait()
-            waited = time.monotonic() - stop_signal.requested_at
             for each in self.ctx.callbacks:
-                each.finish(max(1.0, LAST_SAVE_TIMEOUT_S - waited))
+                each.finish(max(1.0, LAST_SAVE_TIMEOUT_S + stop_signal.requested_at - time.monotonic()))
             detail = f"and saved, at step {self.state.step:,}: repeat the command to resume"
         error = stop_error(self.stop_reason, detail, text)
         process_exit.agree(error.exit_code)
