@@ -201,7 +201,7 @@ def test_what_a_second_computation_would_change_is_refused(
             patched.setattr(main.task, "build_model", lambda *_, model=model: model(3072, 10))
             assert refused.format(what) in train(1, *options, code=2)
     monkeypatch.setattr(main, "main", changed_main(COUNTS_SAMPLES))
-    assert refused.format("seen: own") in train(1, *options, code=2)
+    assert refused.format("seen.own") in train(1, *options, code=2)
 
 
 @pytest.mark.sample(2)

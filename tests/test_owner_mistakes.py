@@ -472,6 +472,37 @@ def test_a_stop_in_an_evaluation_within_an_epoch_waits_for_the_step(
     assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
 
 
+@fault(9)
+@pytest.mark.parametrize("guard", ["True", "run.epoch_is_complete()"])
+def test_what_is_changed_before_the_end_of_an_epoch_is_changed_once_if_the_evaluation_is_stopped(
+    guard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, and the totals of a Meter: a resumed run computes them again, from what the last step has left."""
+    end = "            run.end_epoch(evaluate"
+    changes = "next(model.parameters()).data.mul_(0.7)\n                training.extra.take()['x'].item()\n"
+    edits = {
+        end: f"            if {guard}:\n                {changes}{end}",
+        "    ema: ModelEma | None\n": "    ema: ModelEma | None\n    extra: Meter\n",
+        "task.compute_metrics), ema)": "task.compute_metrics), ema, Meter(ctx))",
+        "    return mean.finish(": "    training.extra.add({'x': torch.ones(())})\n    return mean.finish(",
+    }
+    monkeypatch.setattr(main, "main", changed_main(edits))
+    options = [*OPTIONS, "--eval-batch-size", 8, "--output-dir"]
+    train(2, *options, tmp_path / "whole")
+    rows = EvalLoader.__iter__
+
+    def stopping(loader: EvalLoader) -> Any:
+        stop_signal.mark_requested(signal.SIGTERM)
+        return rows(loader)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalLoader, "__iter__", stopping)
+        train(2, *options, tmp_path / "stopped", code=75)
+    assert not lines(tmp_path / "stopped", "val"), "it was stopped in the evaluation"
+    assert "resuming from" in train(2, *options, tmp_path / "stopped")
+    assert weights_and_momentum(tmp_path / "stopped") == weights_and_momentum(tmp_path / "whole")
+
+
 @fault(54)
 def test_batches_that_are_read_twice_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time there are none, so there is no gradient, and nothing is trained."""

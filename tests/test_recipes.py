@@ -107,7 +107,7 @@ def rehearsed(project: Path, *options: Any) -> list[str]:
     """All that rehearse.py finds with two processes."""
     words = ["--dataset", "synthetic", "--device", "cpu", "--batch-size", 16, "--lr", 0.1, *options]
     found = json.loads(python(project, "-c", REHEARSAL, TESTS, *words).splitlines()[-1])
-    assert len(found) == 9
+    assert len(found) == 10
     return [each for check in found.values() for each in check]
 
 

@@ -649,7 +649,7 @@ def test_a_loss_that_compares_samples_is_the_same_on_two_processes_if_it_gathers
     with_model(Small)(monkeypatch)
     monkeypatch.setattr(model, "LOSS_COMPARES_SAMPLES", True, raising=False)
     left_out = {"2 passes are not checked: LOSS_COMPARES_SAMPLES in model.py": []}
-    alone = {"2 processes are not checked: forward and compute_loss gather no samples of the others": []}
+    alone = {"2 processes are not checked: forward and compute_loss call no gather of torch.distributed": []}
     assert divisions(tmp_path / "alone") == left_out | alone
     monkeypatch.setattr(model, "compute_loss", contrast(AllGather.apply))
     assert divisions(tmp_path / "right") == left_out | {PROCESSES: []}
@@ -839,5 +839,5 @@ def test_a_rehearsal_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_the_command_starts_new_processes(tmp_path: Path) -> None:
     project = shrink(copy_template(tmp_path / "project"), train=320, val=130, test=60)
     output = python(project, "rehearse.py", "--", *GIVEN, TMPDIR=str(tmp_path))
-    assert output.count("ok      ") == 9 and output.splitlines()[-1].startswith("exact: "), output
+    assert output.count("ok      ") == 10 and output.splitlines()[-1].startswith("exact: "), output
     assert not [*tmp_path.glob("rehearsal-*")]

@@ -162,7 +162,8 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
 
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch_reading(getattr(torch, dtype), constants)
-    note_gathers(folder / "gathers")
+    if getattr(task, "LOSS_COMPARES_SAMPLES", False):
+        note_gathers(folder / "gathers")
     init_ddp, views = DistributedDataParallel.__init__, "undivided" not in folder.name  # which a later pass overwrites
 
     def init_ddp_and_copy(ddp_model: Any, *arguments: Any, **options: Any) -> None:
@@ -172,14 +173,16 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
 
 
 class NoteGathers(TorchDispatchMode):
-    """Makes the file `mark` if the block gathers the samples of all ranks, by whatever function of torch."""
+    """Makes the file `mark` if the block receives what other ranks have, by a gather of torch or a message."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
         self.mark = mark
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in function.namespace and re.search("gather|all_?to_?all", function.overloadpacket.__name__):
+        if "c10d" in function.namespace and re.search("gather|all_?to_?all|recv", function.overloadpacket.__name__):
             self.mark.touch()
         return function(*args, **(kwargs or {}))
 

@@ -55,6 +55,7 @@ RESUME = [
     "what is made of the weights of --init-from: see 'Fine-tune' in docs/recipes.md",
     "BatchNorm's statistics of one rank, in a pass without ddp_model: write `with ctx.evaluating(model)` around it",
     "a change after run.end_epoch, which saves; or before it, in an epoch that is not complete: see docs/state.md",
+    "a schedule that depends on --max-steps, if the run was ended by it",
     "gradients that a step leaves behind: call zero_grad() of each optimizer",
     "a sampler or a dataset that counts: use (epoch, start, stop) and the index, and set_epoch(epoch) for the epoch",
     "rounding, on GPUs and with more than two processes: pass --deterministic",
@@ -188,7 +189,11 @@ class Rehearsal:
         for way, how in ways.items():
             other = self.divided(way, dtype, half, **how)
             if compares and not (other / "gathers").exists():
-                yield "2 processes are not checked: forward and compute_loss gather no samples of the others", [], []
+                yield (
+                    "2 processes are not checked: forward and compute_loss call no gather of torch.distributed",
+                    [],
+                    [],
+                )
                 continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found, others = self.apart(one, other, dtype)

@@ -53,6 +53,7 @@ class CheckpointManager:
         self.directory = CheckpointDirectory(config)
         self.records: Records = {}  # of samples, which must stay the same
         self.writer = BackgroundJob("checkpoint writer")
+        self.collected: Any = None  # the state that the next save writes, if it is not that of then
         self.last_step: int | None = None  # of the checkpoint that was loaded or started last
         self.received: list[int] = []  # the checksums of the tensors of which this rank keeps its rows
         self.fixed = FixedShapes({})
@@ -81,8 +82,8 @@ class CheckpointManager:
                 remedy = "name what a wrapper wraps `dataset`, so that its keep() is called, or start a new run"
                 raise UsageError(f"an earlier version has split the data of this run in another way: {remedy}")
 
-    def save(self, sync_logs: Callable[[], None]) -> None:
-        """Write a checkpoint, and best.pt if this step's evaluation was the best. Call on every rank."""
+    def collect(self) -> None:
+        """Copy the state of this run for the next `save`, which may come later. Call on every rank."""
         # 1. Wait for the previous checkpoint; if it could not be written, every rank raises that here.
         self.wait()
         # 2. Collect the state of this run. before_save() may have collectives, state_dict() has none.
@@ -94,14 +95,23 @@ class CheckpointManager:
         self._check_shapes(content)
         content["callbacks"] = {type(each).__name__: each.state_dict() for each in self.ctx.callbacks}
         check_state(content)
-        self.last_step = step = self.train_state.step
-        best = self.train_state.best is not None and self.train_state.best_step == step
         # 3. Copy it to host memory, on rank 0 alone unless a part splits it. Training may then continue.
         rest: list[WriteRest] = []
         for each in self.ctx.callbacks:
             content, write_rest = each.split(content)
             rest += [write_rest] if write_rest is not None else []
-        copy, copied = snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0)
+        self.collected = (*snapshot(content, self.ctx.streams, keep=self.ctx.rank == 0), rest)
+
+    def save(self, sync_logs: Callable[[], None]) -> None:
+        """Write what was collected, or else what is now; and best.pt, if this step's evaluation was the best.
+
+        Call on every rank.
+        """
+        if self.collected is None:
+            self.collect()
+        (copy, copied, rest), self.collected = self.collected, None
+        self.last_step = step = self.train_state.step
+        best = self.train_state.best is not None and self.train_state.best_step == step
 
         def write() -> None:
             # 4. In the background: check that it is finite; sync the logs, write the file, delete old ones.

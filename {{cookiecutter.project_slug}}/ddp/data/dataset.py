@@ -116,8 +116,10 @@ class BatchDataset(Dataset):
 def with_wrapped(dataset: Any) -> Iterator[Any]:
     """A dataset, and the one that it wraps, as torch's Subset does, and so on."""
     yield dataset
-    while isinstance(inner := getattr(dataset, "dataset", None), Dataset) or isinstance(dataset, Subset):
-        yield (dataset := inner)  # what a Subset holds need not be a Dataset of torch
+    while isinstance(inner := getattr(dataset, "dataset", None), Dataset) or (
+        isinstance(dataset, Subset) and _is_dataset(inner)
+    ):
+        yield (dataset := inner)
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
@@ -183,8 +185,9 @@ def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _is_dataset(part: Any) -> bool:
-    """Of torch, or of a class that has set_epoch() and samples."""
-    return isinstance(part, Dataset) or all(hasattr(type(part), name) for name in ("set_epoch", "__getitem__"))
+    """Of torch, or of a class that has samples, and set_epoch() or a hook."""
+    names = [name for name in ("set_epoch", "collate", "augment", "prepare", "mix") if hasattr(type(part), name)]
+    return isinstance(part, Dataset) or bool(names and hasattr(type(part), "__getitem__"))
 
 
 def _has_hooks(part: Any) -> bool:

@@ -175,8 +175,9 @@ class Run:
             if state.step == self.ctx.work.step:
                 raise UsageError("call run.advance() once for each step, also for one that changes nothing")
         self.ctx.work.in_epoch = False
-        seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
         self.run_log.end_steps()
+        self.checkpoints.collect()  # what a stop in the evaluation saves: the resumed run does again what follows here
+        seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
 
     def advance(self) -> None:
         """Count one optimizer step. Log it every --log-every steps, and save it every --checkpoint-every steps.
@@ -208,7 +209,7 @@ class Run:
 
         If the metric for the best model is the highest so far, this step's checkpoint becomes best.pt.
         """
-        state, complete = self.state, self.epoch_is_complete()
+        state, complete, self.checkpoints.collected = self.state, self.epoch_is_complete(), None
         metrics = self.run_log.same_metrics(metrics, self.metric)
         if not (metrics and state.update_best(float(self.metric(metrics)), metrics)) and complete:
             state.epochs_since_best += 1
@@ -253,9 +254,8 @@ class Run:
         with storage_errors(path):
             self.run_log.close()
             self.run_log.write_status(0, done=True)
-        newest = next(iter(self.checkpoints.directory.paths()), None)
-        if newest is None:  # a finished run's checkpoint, in a new directory
-            return
+        if (newest := next(iter(self.checkpoints.directory.paths()), None)) is None:
+            return  # a finished run's checkpoint, in a new directory
         metrics = f"; best at step {self.state.best_step:,}: val {format_metrics(self.state.best_metrics)}"
         log.info(f"done in {time.perf_counter() - self.run_log.started:,.0f} s{metrics if best else ''}")
         self._log_summaries()

@@ -7,6 +7,7 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -41,9 +42,12 @@ class Schedule:
         except AttributeError as error:
             remedy = "call super().__init__(params, defaults) in its __init__"
             raise UsageError(f"{type(optimizer).__name__} is no complete torch.optim.Optimizer: {remedy}") from error
-        for each in leaves(vars(optimizer)):
-            if isinstance(each, torch.optim.Optimizer):  # that it wraps, as Lookahead does
-                each.register_step_pre_hook(partial(self._check_reaches, self._rates_in(each)))
+        for each in leaves(vars(optimizer)):  # it may wrap another one, as Lookahead does
+            if isinstance(each, torch.optim.Optimizer):
+                found = enumerate(self._rates_in(each))
+                same = {place: rates for place, rates in found if isinstance(rates[0], float) and rates[0] == rates[1]}
+                with suppress(AttributeError):  # it lacks super().__init__, and so the hooks
+                    each.register_step_pre_hook(partial(self._check_reaches, same))
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -53,17 +57,20 @@ class Schedule:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
         return float(max(self.used)) if self.used else self.lr
 
-    def _rates_in(self, inner: torch.optim.Optimizer) -> list[tuple[float, float]]:
-        """The rate of each group in `inner`, and the rate that its weights have here, or else the first group."""
+    def _rates_in(self, inner: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
+        """The rate of each group in `inner`, and the rate that its weights have here, or None."""
         ours = {id(weight): group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
-        groups = [group for group in inner.param_groups if group.get("lr") is not None and group["params"]]
-        first = self.optimizer.param_groups[0]["lr"]
-        return [(float(group["lr"]), float(ours.get(id(group["params"][0]), first))) for group in groups]
+        return [(group.get("lr"), ours.get(id(next(iter(group["params"]), None)))) for group in inner.param_groups]
 
-    def _check_reaches(self, at_first: list[tuple[float, float]], inner: torch.optim.Optimizer, *_: Any) -> None:
-        """Before a step of `inner`. Raises UsageError if its rate did not change as that around it did."""
-        for (before, ours_before), (rate, ours) in zip(at_first, self._rates_in(inner), strict=False):
-            if not math.isclose(rate * ours_before, before * ours, rel_tol=1e-6):
+    def _check_reaches(self, seen: dict[int, tuple[Any, Any]], inner: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step of `inner`. Raises UsageError if its rate stays the same, while that around it changes.
+
+        seen: of each group that had the rate around it at first, both when it has last changed.
+        """
+        for place, (rate, ours) in enumerate(self._rates_in(inner)):
+            if place in seen and rate != seen[place][0]:
+                seen[place] = rate, ours
+            elif place in seen and not math.isclose(ours, seen[place][1], rel_tol=1e-6):
                 what = f"the schedule does not reach the {type(inner).__name__} in {type(self.optimizer).__name__}"
                 remedy = "let both have the same param_groups, after load_state_dict() too"
                 raise UsageError(f"{what}: {remedy}, as 'Muon with AdamW' in docs/recipes.md does")

@@ -111,18 +111,16 @@ def _modules(training: Any) -> list[torch.nn.Module]:
     return [part for part in _parts(training).values() if isinstance(part, torch.nn.Module)]
 
 
-def _attributes(part: Any) -> dict[str, Any]:
-    """Those from which before_save() makes what is saved; torch's state_dict() has them all."""
-    of_torch = isinstance(part, torch.nn.Module | torch.optim.Optimizer)
-    return getattr(part, "__dict__", {}) if hasattr(part, "before_save") and not of_torch else {}
-
-
 def _saved(training: Any, batches: Any) -> dict[str, Any]:
     """What checkpoints hold, but for the meter; and the batches. Texts of values, and sums of the bits of tensors."""
     parts = {name: part for name, part in _parts(training).items() if name != "meter"}
-    states = {name: {**_attributes(part), **part.state_dict()} for name, part in parts.items()}
+    states = {name: part.state_dict() for name, part in parts.items()}
     states["a batch"] = dict(enumerate(leaves(batches)))
     found = {": ".join(map(str, keys)): value for keys, value in named_leaves(states)}
+    for name, part in parts.items():
+        if hasattr(part, "before_save"):  # which may make what is saved of attributes
+            numbers = {key: each for key, each in vars(part).items() if isinstance(each, int | float | torch.Tensor)}
+            found |= {f"{name}.{key}": each for key, each in numbers.items()}
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     return {name: repr(value) for name, value in found.items() if name not in tensors} | bit_sums(tensors)
 
