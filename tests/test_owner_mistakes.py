@@ -380,13 +380,15 @@ def test_a_weight_outside_of_the_model_is_refused(own: bool, tmp_path: Path, mon
 
 
 @fault(54)
-def test_a_weight_of_another_module_is_named() -> None:
-    """Both the module and the optimizer have it."""
+@pytest.mark.parametrize("values", [((0.0,), (1.0,)), ((0.2, 0.8), (0.8, 0.2))])
+def test_a_weight_of_another_module_is_named(values: tuple[Any, Any]) -> None:
+    """Both the module and the optimizer have it. Also if the sum of its numbers is the same on all ranks."""
 
     def raised(ctx: DistContext) -> str:
         ctx.work.sharded = False
-        network, other = nn.Linear(1, 1), nn.Linear(1, 1)
-        nn.init.constant_(other.bias, ctx.rank)
+        network, other = nn.Linear(1, 1), nn.Linear(1, len(values[0]))
+        other.weight.data.fill_(1)
+        other.bias.data = torch.tensor(values[ctx.rank])
         optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()])
         with pytest.raises(UsageError) as error:
             check_same_weights({"model": network, "optimizer": optimizer, "loss": other}, 1, ctx)
@@ -938,6 +940,22 @@ def test_an_optimizer_that_is_wrapped_keeps_the_rates_of_the_schedule(how: str) 
         else:
             optimizer.step()
             assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_an_optimizer_within_another_one_may_have_rates_of_its_own() -> None:
+    """Another rate at first, other weights, a factor that changes, and a class without torch's __init__."""
+    weight, slow = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    outer = torch.optim.SGD([weight], lr=0.1)
+    outer.direction, outer.slow = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([slow], lr=0.1)
+    outer.corrected = torch.optim.SGD([weight], lr=0.1)
+    outer.incomplete = torch.optim.Optimizer.__new__(torch.optim.SGD)
+    outer.incomplete.param_groups = outer.param_groups
+    schedule = Schedule(outer, Config.parse(["--warmup-epochs", "0"]), 64)
+    for epochs_done, correction in ((0.0, 0.9), (5.0, 0.99)):
+        schedule.start_step(epochs_done)
+        outer.corrected.param_groups[0]["lr"] = outer.param_groups[0]["lr"] * correction
+        for each in (outer.direction, outer.slow, outer.corrected, outer):
+            each.step()
 
 
 def test_the_logged_rate_is_that_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,11 +189,8 @@ class Rehearsal:
         for way, how in ways.items():
             other = self.divided(way, dtype, half, **how)
             if compares and not (other / "gathers").exists():
-                yield (
-                    "2 processes are not checked: forward and compute_loss call no gather of torch.distributed",
-                    [],
-                    [],
-                )
+                reason = "forward and compute_loss call no gather of torch.distributed"
+                yield f"2 processes are not checked: {reason}", [], []
                 continue
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found, others = self.apart(one, other, dtype)

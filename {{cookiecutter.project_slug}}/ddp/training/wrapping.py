@@ -24,7 +24,7 @@ from ddp.distributed.process_group import NCCL_GRACE_S, DistContext
 from ddp.distributed.tensors import local
 
 log = logging.getLogger(__name__)
-PART = 1 << 24  # numbers of a weight that are added up at once
+PART = 1 << 22  # numbers of a weight that are added up at once
 ROUNDING = 32  # units in the last place by which processors may differ after a step
 
 
@@ -249,9 +249,14 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """The sums of its numbers and of their sizes, in float64 and host memory. In parts, which are copied."""
-    parts = weight.flatten().split(PART)
-    both = [torch.stack([each.sum(dtype=torch.double), each.abs().sum(dtype=torch.double)]) for each in parts]
+    """The sums of its numbers, times factors from 0.5 to 1, and of their sizes, in float64 and host memory.
+
+    In parts, which are copied. Without factors, loss weights whose sum is always 1 would be the same on all ranks.
+    """
+    both = []
+    for part in map(torch.Tensor.double, weight.flatten().split(PART)):
+        factors = torch.linspace(0.5, 1, len(part), dtype=part.dtype, device=part.device)
+        both.append(torch.stack([part.dot(factors), part.abs().sum()]))
     return torch.stack(both).sum(0).cpu()
 
 
