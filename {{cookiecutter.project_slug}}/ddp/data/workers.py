@@ -106,13 +106,17 @@ def _positions() -> dict[str, tuple[int, int, int]]:
 def moved_positions() -> Iterator[None]:
     """For a rehearsal: files that are open have another position, to notice a worker that moves it to and fro."""
     found = {int(name.rpartition(" ")[2][:-1]): facts for name, facts in _positions().items() if facts[1:] == (0, 0)}
-    for number, facts in found.items():
-        os.lseek(number, facts[0] + 1, os.SEEK_SET)
+
+    def move(by: int) -> None:
+        for number, facts in found.items():
+            with suppress(OSError):  # it was closed meanwhile
+                os.lseek(number, facts[0] + by, os.SEEK_SET)
+
+    move(1)
     try:
         yield
     finally:
-        for number, facts in found.items():
-            os.lseek(number, facts[0], os.SEEK_SET)
+        move(0)
 
 
 def start_workers(loader: DataLoader) -> Workers:
