@@ -380,7 +380,7 @@ def test_a_weight_outside_of_the_model_is_refused(own: bool, tmp_path: Path, mon
 
 
 @fault(54)
-@pytest.mark.parametrize("values", [((0.0,), (1.0,)), ((0.2, 0.8), (0.8, 0.2))])
+@pytest.mark.parametrize("values", [((0.0,), (1.0,)), ((0.3, 0.4, 0.3), (0.4, 0.2, 0.4))])
 def test_a_weight_of_another_module_is_named(values: tuple[Any, Any]) -> None:
     """Both the module and the optimizer have it. Also if the sum of its numbers is the same on all ranks."""
 
@@ -767,7 +767,7 @@ def test_totals_whose_shapes_differ_between_ranks_are_refused_unless_they_are_on
         with pytest.raises(UsageError) as error:
             meter.take()
         ctx.sum(torch.zeros(1 + of_0.numel(), dtype=torch.double))  # for which rank 0 waits
-        ctx.on_main(lambda: None)
+        ctx.gather(None)
         return str(error.value)
 
     found = on_ranks(2, added)
@@ -946,11 +946,13 @@ def test_an_optimizer_within_another_one_may_have_rates_of_its_own() -> None:
     """Another rate at first, other weights, a factor that changes, and a class without torch's __init__."""
     weight, slow = (nn.Parameter(torch.ones(1)) for _ in range(2))
     outer = torch.optim.SGD([weight], lr=0.1)
-    outer.direction, outer.slow = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([slow], lr=0.1)
+    outer.direction, outer.slow = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([slow], lr=0.7)
     outer.corrected = torch.optim.SGD([weight], lr=0.1)
     outer.incomplete = torch.optim.Optimizer.__new__(torch.optim.SGD)
     outer.incomplete.param_groups = outer.param_groups
     schedule = Schedule(outer, Config.parse(["--warmup-epochs", "0"]), 64)
+    forgotten = torch.optim.SGD([slow], lr=0.1)
+    forgotten.register_step_pre_hook(partial(schedule._check_reaches, schedule._same_rates(forgotten)))
     for epochs_done, correction in ((0.0, 0.9), (5.0, 0.99)):
         schedule.start_step(epochs_done)
         outer.corrected.param_groups[0]["lr"] = outer.param_groups[0]["lr"] * correction
@@ -1065,15 +1067,24 @@ def test_a_total_that_changes_before_it_is_added_up_is_refused() -> None:
     ]
 
 
-def test_random_metrics_are_those_of_rank_0() -> None:
-    """Of a bootstrap, for example: ranks with numbers of their own would decide differently."""
+def test_metrics_that_depend_on_the_rank_are_those_of_rank_0_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a bootstrap, or of what batch_totals keeps elsewhere: ranks with other numbers would decide differently."""
 
     def take(ctx: DistContext) -> Any:
-        meter = Meter(ctx, lambda totals: {"metric": totals["count"].item() + ctx.rank})
+        meter = Meter(ctx, lambda totals: {"metric": totals["count"].item() + ctx.rank, "loss": 1 + 1e-6 * ctx.rank})
+        found = []
+        for _ in range(2):
+            meter.add({"count": 1})
+            found.append(meter.take())
+        meter.compute_metrics = lambda totals: None
         meter.add({"count": 1})
-        return meter.take()
+        return found, meter.take(), [record.getMessage() for record in caplog.records]
 
-    assert on_ranks(2, take, "--device=cpu") == [{"metric": 2}] * 2
+    (found, nothing, said), (others, _, silent) = on_ranks(2, take, "--device=cpu")
+    assert found == others == [{"metric": 2, "loss": 1}] * 2 and nothing is None and not silent
+    assert [line.partition(": use")[0] for line in said] == [
+        "warning: compute_metrics in model.py returns another metric on another rank"
+    ]
 
 
 def test_metrics_of_one_rank_are_refused_if_they_choose_the_best_and_rounding_is_not(

@@ -570,6 +570,20 @@ def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monke
 
 @pytest.mark.sample(1, "rehearsals with other options")
 @pytest.mark.slow
+def test_a_model_that_cannot_take_constants_for_random_numbers_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Masked(Small):
+        def shift(self, outputs: Tensor) -> Tensor:
+            return outputs * outputs[torch.rand_like(outputs) < 0.25].mean()
+
+    with_model(Masked)(monkeypatch)
+    reason = "are not checked: the run fails with constants in place of random numbers"
+    assert divisions(tmp_path) == {f"2 passes {reason}": [], f"2 processes {reason}": []}
+
+
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
 def test_a_model_for_float32_alone_is_compared_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Single(Small):
         def shift(self, outputs: Tensor) -> Tensor:

@@ -195,7 +195,10 @@ class Rehearsal:
             name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
             part, found, others = self.apart(one, other, dtype)
             if found:
-                plain = self.divided("undivided plain", dtype, 2 * half, True)
+                plain = self.divided("undivided plain", dtype, 2 * half, True, code=None)
+                if self.code != 0:  # a mask of random numbers is empty then, for example
+                    yield f"{way} are not checked: the run fails with constants in place of random numbers", [], []
+                    continue
                 other = self.divided(f"{way} plain", dtype, half, True, **how)
                 _, found, others = self.apart(plain, other, dtype)
                 causes = " and ".join(json.loads((plain / "by_design").read_text()))

@@ -107,9 +107,10 @@ class CheckpointManager:
 
         Call on every rank.
         """
-        if self.collected is None:
+        kept = self.collected  # until the end of the epoch
+        if kept is None:
             self.collect()
-        (copy, copied, rest), self.collected = self.collected, None
+        (copy, copied, rest), self.collected = self.collected, kept
         self.last_step = step = self.train_state.step
         best = self.train_state.best is not None and self.train_state.best_step == step
 

@@ -1,5 +1,6 @@
 """Totals of metrics over batches and ranks."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
@@ -12,6 +13,8 @@ from ddp.core.errors import Diverged, UsageError
 from ddp.data.dataset import kind
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.tensors import map_tensors, whole
+
+log = logging.getLogger(__name__)
 
 Totals = dict[str, Any]  # tensors; lists with one entry per sample
 MAX_PENDING_NUMBERS = 200  # numbers on the device that are not added up yet: a loss, a count and a metric of 64 batches
@@ -35,6 +38,7 @@ class Meter:
         self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
         self.zeros: Totals | None = None  # the totals that a task has, as zeros and empty lists
         self.taken: Totals = {}  # what was taken last
+        self.warned = False  # of metrics that depend on the rank
         self.epoch: Totals | None = {}  # all that was taken in this epoch; None with lists, which may need much memory
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
@@ -126,7 +130,14 @@ class Meter:
         """The owner's function gets copies, which it may change."""
         copies = {name: each.clone() if isinstance(each, torch.Tensor) else [*each] for name, each in totals.items()}
         metrics = self.compute_metrics(copies) if copies else {}
-        return self.ctx.on_main(lambda: metrics)  # of a bootstrap, for example: the ranks decide by the same numbers
+        first, *others = self.ctx.gather(metrics)
+        others = [each for each in others if isinstance(each, Mapping) and isinstance(first, Mapping)]
+        differ = [name for each in others for name in first if not close(first[name], each.get(name))]
+        if differ and not self.warned and self.ctx.rank == 0:
+            remedy = "use the totals alone, of which a list keeps a value of each sample, and draw with a fixed seed"
+            log.warning(f"warning: compute_metrics in model.py returns another {differ[0]} on another rank: {remedy}")
+        self.warned = self.warned or bool(differ)
+        return first  # the ranks decide by the same numbers
 
     def _epoch_so_far(self) -> Totals | None:
         if self.epoch is None or any(isinstance(value, list) for value in self.total.values()):
@@ -139,6 +150,12 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total, self.epoch = dict(state["total"]), state.get("epoch")  # an earlier version did not save the epoch
+
+
+def close(one: Any, other: Any) -> bool:
+    """Whether two numbers differ by rounding alone."""
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return str(one) == str(other) or (numbers and math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6))  # unlike NaN
 
 
 def _own(tensor: torch.Tensor, at_first: bool) -> torch.Tensor:

@@ -59,8 +59,7 @@ class Run:
         """Load the fields of `training` from the checkpoint that --resume asks for, if any; save them from then on.
 
         training: a dataclass with the fields `schedule` and `meter`. Each field that is not None has state_dict() and
-        load_state_dict(). From now on, a request to stop waits for the end of a step. Raises CheckpointError if no
-        checkpoint can be used, or if it belongs to another model, other options or other data.
+        load_state_dict(). From now on, a stop waits for the end of a step. Raises CheckpointError if none can be used.
         """
         self.train_loader, self.meter = train_loader, training.meter
         self.schedules = [part for part in vars(training).values() if isinstance(part, Schedule)]
@@ -84,7 +83,7 @@ class Run:
         seed_step(self.config.seed, -1 - self.state.epoch_start, self.ctx.rank)  # no step has a negative number
 
     def save(self) -> None:
-        """Write a checkpoint of the fields of Training; and best.pt, if this step's evaluation was the best."""
+        """Write a checkpoint of Training: before `end_epoch`, as the last step has left it; and best.pt if due."""
         with self.run_log.paused("saving"):
             for each in self.ctx.callbacks:
                 each.saving()
@@ -175,8 +174,9 @@ class Run:
             if state.step == self.ctx.work.step:
                 raise UsageError("call run.advance() once for each step, also for one that changes nothing")
         self.ctx.work.in_epoch = False
+        with self.run_log.paused("saving"):
+            self.checkpoints.collect()  # what a save in the evaluation writes: a resumed run repeats what follows here
         self.run_log.end_steps()
-        self.checkpoints.collect()  # what a stop in the evaluation saves: the resumed run does again what follows here
         seed_step(self.config.seed, state.step, self.ctx.rank)  # a run that resumes after the last step has none
 
     def advance(self) -> None:

@@ -22,6 +22,7 @@ from ddp.data.dataset import classes_of, data_name
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.distributed.process_group import DistContext
 from ddp.training.gpu_wait import GpuWait
+from ddp.training.meter import close
 from ddp.training.output_dir import MetricLogger, OutputDir
 from ddp.training.wrapping import model_name
 
@@ -210,11 +211,11 @@ class RunLog:
                 one, other = first.get(name, math.nan), theirs.get(name, math.nan)
                 if name in same and str(one) != str(other):
                     same[name] = one
-                if first.keys() == theirs.keys() and _close(one, other):
+                if first.keys() == theirs.keys() and close(one, other):
                     continue
                 found = f"evaluate() in main.py returned {name}={one} on rank 0 and {other} on rank {rank}"
                 remedy = "add it up over the ranks with a Meter, or return ctx.on_main(lambda: it)"
-                if first.keys() != theirs.keys() or (metric and not _close(metric(first), metric(theirs))):
+                if first.keys() != theirs.keys() or (metric and not close(metric(first), metric(theirs))):
                     raise UsageError(f"{found}: {remedy}")
                 if name not in self.differ and self.ctx.rank == 0:
                     log.warning(f"warning: {found}, and that of rank 0 is logged; {remedy}")
@@ -316,11 +317,6 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         except (TypeError, ValueError, RuntimeError) as error:
             remedy = "return one number for each name, NaN where it is undefined"
             raise UsageError(f"compute_metrics in model.py returned {name}={value!r}: {remedy}") from error
-
-
-def _close(one: float, other: float) -> bool:
-    """Whether two numbers differ by rounding alone."""
-    return str(one) == str(other) or math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)  # NaN is not close to NaN
 
 
 def format_metrics(values: Mapping[str, float]) -> str:

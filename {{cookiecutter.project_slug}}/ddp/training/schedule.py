@@ -6,7 +6,7 @@ Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -42,12 +42,11 @@ class Schedule:
         except AttributeError as error:
             remedy = "call super().__init__(params, defaults) in its __init__"
             raise UsageError(f"{type(optimizer).__name__} is no complete torch.optim.Optimizer: {remedy}") from error
-        for each in leaves(vars(optimizer)):  # it may wrap another one, as Lookahead does
-            if isinstance(each, torch.optim.Optimizer):
-                found = enumerate(self._rates_in(each))
-                same = {place: rates for place, rates in found if isinstance(rates[0], float) and rates[0] == rates[1]}
-                with suppress(AttributeError):  # it lacks super().__init__, and so the hooks
-                    each.register_step_pre_hook(partial(self._check_reaches, same))
+        inner = [each for each in leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer)]  # as of Lookahead
+        self.inner = [(each, self._same_rates(each)) for each in inner]
+        for each, same in self.inner:
+            with suppress(AttributeError):  # it lacks super().__init__, and so the hooks
+                each.register_step_pre_hook(partial(self._check_reaches, same))
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -57,20 +56,28 @@ class Schedule:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
         return float(max(self.used)) if self.used else self.lr
 
-    def _rates_in(self, inner: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-        """The rate of each group in `inner`, and the rate that its weights have here, or None."""
+    def _rates_in(self, inner: torch.optim.Optimizer) -> Iterator[tuple[Any, Any]]:
+        """The rate of each group in `inner`, and the rate that its weights have here, or else the first group."""
         ours = {id(weight): group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
-        return [(group.get("lr"), ours.get(id(next(iter(group["params"]), None)))) for group in inner.param_groups]
+        for group in inner.param_groups:
+            found = (ours[id(weight)] for weight in group["params"] if id(weight) in ours)
+            yield group.get("lr"), next(found, self.optimizer.param_groups[0]["lr"])
 
-    def _check_reaches(self, seen: dict[int, tuple[Any, Any]], inner: torch.optim.Optimizer, *_: Any) -> None:
+    def _same_rates(self, inner: torch.optim.Optimizer) -> dict[int, Any]:
+        """The rates in `inner` that equal those around it, by the place of their group."""
+        return {place: rate for place, (rate, ours) in enumerate(self._rates_in(inner)) if rate == ours}
+
+    def _check_reaches(self, same: dict[int, Any], inner: torch.optim.Optimizer, *_: Any) -> None:
         """Before a step of `inner`. Raises UsageError if its rate stays the same, while that around it changes.
 
-        seen: of each group that had the rate around it at first, both when it has last changed.
+        same: the rates that have equalled those around them, and have not changed so far.
         """
         for place, (rate, ours) in enumerate(self._rates_in(inner)):
-            if place in seen and rate != seen[place][0]:
-                seen[place] = rate, ours
-            elif place in seen and not math.isclose(ours, seen[place][1], rel_tol=1e-6):
+            if place not in same or rate is ours:
+                continue
+            if rate != same[place]:
+                del same[place]
+            elif not math.isclose(ours, rate, rel_tol=0.01):
                 what = f"the schedule does not reach the {type(inner).__name__} in {type(self.optimizer).__name__}"
                 remedy = "let both have the same param_groups, after load_state_dict() too"
                 raise UsageError(f"{what}: {remedy}, as 'Muon with AdamW' in docs/recipes.md does")
@@ -78,6 +85,8 @@ class Schedule:
     def resume(self) -> None:
         """The optimizer has the rates of a checkpoint."""
         self.start = self._rates()
+        for inner, same in self.inner:
+            same.update(self._same_rates(inner))
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""

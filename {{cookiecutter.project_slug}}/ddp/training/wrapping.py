@@ -249,13 +249,13 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """The sums of its numbers, times factors from 0.5 to 1, and of their sizes, in float64 and host memory.
+    """The sums of its numbers, each times a factor, and of their sizes, in float64 and host memory.
 
     In parts, which are copied. Without factors, loss weights whose sum is always 1 would be the same on all ranks.
     """
     both = []
-    for part in map(torch.Tensor.double, weight.flatten().split(PART)):
-        factors = torch.linspace(0.5, 1, len(part), dtype=part.dtype, device=part.device)
+    for place, part in enumerate(map(torch.Tensor.double, weight.flatten().split(PART))):
+        factors = torch.arange(1, len(part) + 1, dtype=part.dtype, device=part.device).add_(place * PART).sin_()
         both.append(torch.stack([part.dot(factors), part.abs().sum()]))
     return torch.stack(both).sum(0).cpu()
 

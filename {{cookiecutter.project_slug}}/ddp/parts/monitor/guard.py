@@ -118,9 +118,9 @@ def _saved(training: Any, batches: Any) -> dict[str, Any]:
     states["a batch"] = dict(enumerate(leaves(batches)))
     found = {": ".join(map(str, keys)): value for keys, value in named_leaves(states)}
     for name, part in parts.items():
-        if hasattr(part, "before_save"):  # which may make what is saved of attributes
-            numbers = {key: each for key, each in vars(part).items() if isinstance(each, int | float | torch.Tensor)}
-            found |= {f"{name}.{key}": each for key, each in numbers.items()}
+        if hasattr(part, "before_save") and not isinstance(part, torch.nn.Module):  # it may save its attributes then
+            values = [(".".join(map(str, keys)), value) for keys, value in named_leaves({name: vars(part)})]
+            found |= {key: value for key, value in values if isinstance(value, int | float | torch.Tensor)}
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     return {name: repr(value) for name, value in found.items() if name not in tensors} | bit_sums(tensors)
 
