@@ -20,11 +20,12 @@ class SaveCost(Callback):
     def phase(self, name: str) -> None:
         self.stepped_at, now = None, time.perf_counter()
         if self.saving_since is not None:
-            self.saves, self.pause_s = self.saves + 1, self.pause_s + now - self.saving_since
+            self.pause_s += now - self.saving_since
         self.saving_since = now if name == "saving" else None
 
     def saving(self) -> None:
         add_scalars(self.run, {f"save/{name}": value for name, value in self.figures_so_far().items()})
+        self.saves += 1
 
     def status(self) -> dict[str, Any]:
         return {"saving": self.figures_so_far()}
