@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -27,6 +27,7 @@ class Meter:
     """
 
     may_be_infinite = True  # a metric; the loss is checked here
+    named: ClassVar[set[str]] = set()  # metrics that depend on the rank: one line for each in a process
 
     def __init__(self, ctx: DistContext, compute_metrics: Callable[[Totals], dict[str, Any]] = dict) -> None:
         self.ctx, self.compute_metrics = ctx, compute_metrics
@@ -38,7 +39,6 @@ class Meter:
         self.total: Totals = {}  # over all ranks, in host memory, and the same on every rank
         self.zeros: Totals | None = None  # the totals that a task has, as zeros and empty lists
         self.taken: Totals = {}  # what was taken last
-        self.warned = False  # of metrics that depend on the rank
         self.epoch: Totals | None = {}  # all that was taken in this epoch; None with lists, which may need much memory
 
     def add(self, batch_totals: Mapping[str, Any]) -> None:
@@ -132,11 +132,11 @@ class Meter:
         metrics = self.compute_metrics(copies) if copies else {}
         first, *others = self.ctx.gather(metrics)
         others = [each for each in others if isinstance(each, Mapping) and isinstance(first, Mapping)]
-        differ = [name for each in others for name in first if not close(first[name], each.get(name))]
-        if differ and not self.warned and self.ctx.rank == 0:
+        differ = {name for each in others for name in first if not close(first[name], each.get(name))}
+        for name in sorted(differ - self.named) if self.ctx.rank == 0 else ():
             remedy = "use the totals alone, of which a list keeps a value of each sample, and draw with a fixed seed"
-            log.warning(f"warning: compute_metrics in model.py returns another {differ[0]} on another rank: {remedy}")
-        self.warned = self.warned or bool(differ)
+            log.warning(f"warning: compute_metrics in model.py returns another {name} on another rank: {remedy}")
+            self.named.add(name)
         return first  # the ranks decide by the same numbers
 
     def _epoch_so_far(self) -> Totals | None:
