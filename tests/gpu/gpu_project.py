@@ -44,7 +44,7 @@ class Project:
             env={**os.environ, "OMP_NUM_THREADS": "4"},
         )
 
-    def run(self, *words: Any, code: int = 0, timeout: float = 180) -> str:
+    def run(self, *words: Any, code: int = 0, timeout: float = 900) -> str:
         """What Python prints. Fails unless it exits with `code`."""
         with self.start(*words) as process:
             try:
@@ -55,7 +55,7 @@ class Project:
         assert process.returncode == code, output
         return output
 
-    def train(self, *options: Any, code: int = 0, timeout: float = 180) -> str:
+    def train(self, *options: Any, code: int = 0, timeout: float = 900) -> str:
         """What main.py prints: on the synthetic data, without output of an earlier test."""
         given = ("--dataset", "synthetic", "--device", DEVICE, "--epochs", 1, *options)
         return self.run("main.py", *given, code=code, timeout=timeout)
