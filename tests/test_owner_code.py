@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -352,8 +353,31 @@ def test_samples_that_keep_their_first_random_numbers_are_refused() -> None:
     def first(ctx: DistContext) -> None:
         given = options("--batch-size=4", "--workers=0")
         next(TrainLoader(DrawsToSetUp(), given, ctx).steps(0)).rest()
-        with pytest.raises(UsageError, match="KeptWithNoise draws random numbers for a sample only when it is first"):
-            next(TrainLoader(KeptWithNoise(), given, ctx).steps(0)).rest()
+        for size in (4, 1):
+            with pytest.raises(
+                UsageError, match="KeptWithNoise draws random numbers for a sample only when it is first"
+            ):
+                for step in TrainLoader(KeptWithNoise(), options("--batch-size", size, "--workers=0"), ctx).steps(0):
+                    step.rest()
+
+    by_rank(1, first)
+
+
+class OneBuffer(Numbered):
+    """Reads each sample into the same memory."""
+
+    memory = torch.zeros(2)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.memory.fill_(index), index % 2
+
+
+def test_samples_in_the_same_memory_are_refused() -> None:
+    """A batch would hold the last one several times."""
+
+    def first(ctx: DistContext) -> None:
+        with pytest.raises(UsageError, match="dataset OneBuffer changes a sample when it reads the next one: return a"):
+            next(TrainLoader(OneBuffer(), options("--batch-size=4", "--workers=0"), ctx).steps(0)).rest()
 
     by_rank(1, first)
 
@@ -819,6 +843,18 @@ def test_the_average_mixes_weights_and_batch_norm_only() -> None:
     assert network[0].seen == [0, 5], "a copy"
 
 
+class Call:
+    """An object that calls a function; with `weak`, one that it does not own."""
+
+    def __init__(self, function: Any, weak: bool = False) -> None:
+        self.function = ({"it": [weakref.ref(function) if weak else function]},)
+        self.weak = weak
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        function = self.function[0]["it"][0]
+        return (function() if self.weak else function)(inputs)
+
+
 class WithFunctions(nn.Module):
     """Calls what is in an attribute, or a hook, as well as a layer. `kind`: which of them."""
 
@@ -834,6 +870,11 @@ class WithFunctions(nn.Module):
             "module": lambda: torch.compile(nn.Linear(1, 1), backend="eager"),
             "plain": lambda: lambda inputs: inputs * 2,
             "hook": lambda: F.leaky_relu,
+            "object": lambda: Call(lambda inputs: inputs * self.scale),
+            "weak reference": lambda: Call(self.inner, weak=True),
+            "cache": lambda: lru_cache(lambda inputs: inputs * self.scale),
+            "recurrent": lambda: nn.Sequential(nn.LSTM(1, 1), nn.Identity())[0],
+            "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(1, 1)),
         }[kind]()
         if kind == "hook":
             self.inner.register_forward_hook(lambda layer, given, outputs: outputs * self.scale)
@@ -842,10 +883,15 @@ class WithFunctions(nn.Module):
         return inputs * self.scale
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.function(self.inner(inputs))
+        outputs = self.function(self.inner(inputs).reshape(1, 1))
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-@pytest.mark.parametrize("kind", ["compiled", "closure", "default", "hook", "partial", "method", "module", "plain"])
+KINDS = ["compiled", "closure", "default", "hook", "partial", "object", "weak reference", "cache"]
+COPIED = ["method", "module", "plain", "recurrent", "parametrized"]
+
+
+@pytest.mark.parametrize("kind", KINDS + COPIED)
 def test_a_function_that_an_average_would_share_with_the_model_is_named(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -858,11 +904,11 @@ def test_a_function_that_an_average_would_share_with_the_model_is_named(
         for weight in network.parameters():
             weight.fill_(100.0)
     where = "0.inner._forward_hooks" if kind == "hook" else "0.function"
-    line = f"warning: --ema: {where} of the model is a function that holds a part of the model, so the average may use"
+    line = f"warning: --ema: {where} of the model leads to a part of the model, so the average may use its weights: "
     shares = not torch.equal(average(torch.ones(1)), before)
     messages = [record.message for record in caplog.records if record.name == "ddp.training.ema"]  # torch logs as well
     assert [message.startswith(line) for message in messages] == [True] * shares
-    assert shares == (kind not in ("method", "module", "plain"))
+    assert shares == (kind not in COPIED)
 
 
 def test_an_average_that_follows_nothing_is_refused() -> None:

@@ -7,9 +7,10 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from template_copy import changed_main
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
 import compare
 import data
@@ -399,6 +400,25 @@ def test_a_weight_of_another_module_is_named(values: tuple[Any, Any]) -> None:
 
 
 @fault(54)
+def test_weights_of_few_digits_and_complex_ones_are_compared_and_a_unit_of_rounding_is_not_refused() -> None:
+    def found(ctx: DistContext) -> list[str]:
+        ctx.work.sharded, found = False, []
+        for dtype in (torch.bfloat16, torch.float16, torch.complex64):
+            network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).to(dtype)
+            for noise, numbers in ((torch.finfo(dtype).eps * ctx.rank, 1), (0.2 * ctx.rank, 1024)):
+                for weight in network.parameters():
+                    part = weight.data.flatten()[:numbers]
+                    part *= 1 + noise * torch.randn(len(part)).sign()
+                try:
+                    check_same_weights({"model": network}, 100, ctx)
+                except UsageError:
+                    found.append(f"{dtype} {numbers}")
+        return found
+
+    assert on_ranks(2, found) == [["torch.bfloat16 1024", "torch.float16 1024", "torch.complex64 1024"]] * 2
+
+
+@fault(54)
 def test_ranks_whose_softmax_layers_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of such a layer add up to 0, so that the sum of its weights stays."""
     layer = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
@@ -681,6 +701,7 @@ def test_hooks_of_data_that_another_data_set_holds_are_not_ignored() -> None:
         Held(parts=[own]),
         Held(dataset=Held(base=Held(dataset=own))),
         Held(named={"n": 3, "a": own}),
+        Held(parts=[("first", own), ("second", own)]),
     ):
         with pytest.raises(UsageError, match="holds a BatchDataset, whose hooks would be ignored: name what it wraps"):
             hooks_of(holder)
@@ -1166,6 +1187,12 @@ def test_methods_that_would_not_be_called_are_refused() -> None:
         SeededReader(OverridesOne(), list, 0, 0)
     for kind in (Hooked, Overrides, WithBoth):
         SeededReader(kind(), list, 0, 0)
+    changed = Subset(Hooked(), [0])
+    changed.__class__ = type("Changed", (Subset,), {"__getitem__": lambda self, index: None})  # as torch 2.9 has it
+    SeededReader(changed, list, 0, 0)  # it is read one by one
+    changed.dataset = Overrides()
+    with pytest.raises(UsageError, match="Overrides: __getitem__ of Changed would be ignored: "):
+        SeededReader(changed, list, 0, 0)
 
 
 def test_set_epoch_reaches_data_that_another_data_set_holds() -> None:
@@ -1176,7 +1203,17 @@ def test_set_epoch_reaches_data_that_another_data_set_holds() -> None:
             self.epoch = epoch
 
     inner = Inner()
-    for holder in (Held(base=inner), Held(dataset=Held(parts=[inner])), Held(datasets=[Held(base=inner)])):
+    with_slots = dataclass(slots=True)(type("Slots", (), {"__annotations__": {"base": Any}}))(inner)
+    for holder in (
+        Held(base=inner),
+        Held(dataset=Held(parts=[inner])),
+        Held(datasets=[Held(base=inner)]),
+        Held(parts=[(inner, 0.5)]),
+        Held(parts={"first": [inner]}),
+        Held(parts=[None, SimpleNamespace(source=inner)]),
+        Held(parts=(1.0, with_slots)),
+        Held(parts=[(inner,)] * 2000),
+    ):
         set_epoch(holder, 3)
         assert inner.epoch == 3
         inner.epoch = -1

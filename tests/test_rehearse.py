@@ -31,7 +31,7 @@ import main
 import model
 from compare import metrics_lines, newest
 from config import Config
-from ddp.core.errors import ExitCode, Stopped
+from ddp.core.errors import ExitCode, Stopped, UserError
 from ddp.core.signals import STOP_SIGNALS
 from ddp.data.dataset import Datasets
 from faults import fault
@@ -111,6 +111,26 @@ class Running:
     def update(self, values: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * values.mean(0)
         return self.mean
+
+
+SEEN: list[int] = []  # since the last log line: a metric that keeps what it has seen
+
+
+def with_metric_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    totals, compute, last = model.batch_totals, model.compute_metrics, 0
+
+    def add(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        SEEN.append(len(targets))
+        return totals(loss, outputs, targets)
+
+    def computed(found: Any) -> dict[str, float]:
+        nonlocal last
+        last = sum(SEEN) or last
+        SEEN.clear()
+        return compute(found) | {"seen": last}
+
+    patch.setattr(model, "batch_totals", add)
+    patch.setattr(model, "compute_metrics", computed)
 
 
 class WithPeriod(Small):
@@ -250,6 +270,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], str]]
         [ENDED],
         "model: ",
     ),
+    "a metric in a global list": (with_metric_of_its_own, [RESUMED], "metrics.jsonl: train of step 4: seen is "),
     "an average that is no field": (
         with_forgotten_ema,
         [RESUMED, *EVALUATED],
@@ -279,6 +300,28 @@ def test_what_changes_once_per_epoch_is_exact(tmp_path: Path, monkeypatch: pytes
     with_loop(f"            if run.epoch_is_complete():\n                {SCALE}            end\n")(monkeypatch)
     found = rehearsed(tmp_path, nproc=1)
     assert not any(found.values()) and found.keys() >= {RESUMED, ENDED}
+
+
+def test_metrics_that_are_reset_when_they_are_computed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As those of an object that adds up the batches by itself: they are asked for twice at the end of an epoch."""
+    seen, totals, compute = [0], model.batch_totals, model.compute_metrics
+
+    def add(loss: Tensor, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        seen[0] += len(targets)
+        return totals(loss, outputs, targets)
+
+    def computed(found: Any) -> dict[str, float]:
+        own, seen[0] = seen[0], 0
+        return compute(found) | {"seen": own}
+
+    monkeypatch.setattr(model, "batch_totals", add)
+    monkeypatch.setattr(model, "compute_metrics", computed)
+    with pytest.raises(UserError, match="a run ended with exit code 2"):
+        rehearsed(tmp_path)
+    line = "error: compute_metrics in model.py returns another seen for the same totals: keep nothing but what batch_"
+    assert line in capsys.readouterr().out
 
 
 class Zipped(Dataset):
@@ -394,6 +437,56 @@ class Recurrent(Small):
         if self.training:
             self.carried.copy_(outputs[-1].detach())
         return carried
+
+
+class Counted(Small):
+    """How often each class was predicted, on this rank."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.register_buffer("predicted", torch.zeros(10, dtype=torch.int64))
+
+    def shift(self, outputs: Tensor) -> float:
+        if self.training:
+            self.predicted += outputs.argmax(1).bincount(minlength=10)
+        return 0.0
+
+
+class Normalised(Small):
+    """Normalises its inputs by what it has seen: no BatchNorm of torch."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean.lerp_(images.mean(), 0.1)
+        return super().forward(images - self.running_mean)
+
+
+class Seen:
+    """The classes of this rank's samples: it lacks before_save()."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(10)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.counts = state["counts"]
+
+
+def with_field(patch: pytest.MonkeyPatch) -> None:
+    totals = "        training.meter.add(task.batch_totals(loss, outputs, targets))\n"
+    edits = {
+        "    ema: ModelEma | None\n": "    ema: ModelEma | None\n    seen: Any\n",
+        "task.compute_metrics), ema)": "task.compute_metrics), ema, task.Seen())",
+        totals: f"{totals}        training.seen.counts += targets.bincount(minlength=10)\n",
+    }
+    patch.setattr(model, "Seen", Seen, raising=False)
+    patch.setattr(main, "main", changed_main(edits))
 
 
 class Teacher(Small):
@@ -520,6 +613,9 @@ NOT_THE_MEAN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] =
     "a buffer for evaluations": (with_model(Remembered), {PASSES, PROCESSES}),
     "a gradient that is kept": (with_kept_gradients, {PASSES, PROCESSES}),
     "the harder half of a batch": (with_the_harder_half, {PASSES, PROCESSES}),
+    "counts of a rank": (with_model(Counted), {PROCESSES}),
+    "a running mean that is no BatchNorm": (with_model(Normalised), {PASSES, PROCESSES}),
+    "a field of a rank": (with_field, {PROCESSES}),
 }
 
 
@@ -548,6 +644,46 @@ class ByDesign(Small):
     def shift(self, outputs: Tensor) -> Tensor:
         noise = torch.randn_like(outputs) if self.training else torch.zeros_like(outputs)
         return self.norm(F.dropout(outputs, training=self.training)) + 0.1 * noise
+
+
+class OnlyBatchNorm(Small):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def shift(self, outputs: Tensor) -> Tensor:
+        return self.norm(outputs)
+
+
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
+def test_random_numbers_are_no_cause_if_nothing_draws_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_model(OnlyBatchNorm)(monkeypatch)
+    assert all(re.search(r"of the update, for BatchNorm\)$", name) for name in divisions(tmp_path))
+
+
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_model_of_few_digits_is_compared(casts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more digits, unless it casts its inputs itself."""
+
+    class Narrow(Small):
+        def __init__(self, *_: Any) -> None:
+            super().__init__()
+            self.to(torch.bfloat16)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.to(torch.bfloat16 if casts else self.layer.weight.dtype)).double()
+
+    with_model(Narrow)(monkeypatch)
+    limit = "0.1 (bfloat16)" if casts else "1e-06 (float64)"
+    names = [name.replace("1e-06 (float64)", limit) for name in (PASSES, PROCESSES)]
+    found = divisions(tmp_path / "right")
+    assert found == {name: [] for name in names}, found
+    with_class_weights(monkeypatch)
+    found = divisions(tmp_path / "wrong")
+    assert found.keys() == {*names} and all(found.values())
 
 
 class Mixed(images.ImagesInMemory):

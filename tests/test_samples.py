@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
@@ -27,7 +28,8 @@ from config import Config
 from ddp.checkpoint import storage
 from ddp.core.errors import UsageError
 from ddp.data.dataset import BatchDataset, Datasets
-from ddp.data.samples import _is_same, _parts, _Recorder, _summary, check_datasets
+from ddp.data.reader import same
+from ddp.data.samples import _is_same, _parts, _Recorder, _summary, changes, check_datasets
 from ddp.distributed.rank_env import RankEnv
 from ddp.entrypoint.run_main import run_as_rank
 from faults import fault
@@ -96,6 +98,29 @@ def test_sets_that_share_what_changes_with_the_epoch_are_refused() -> None:
     sets = Datasets(Subset(base, range(10)), None, Subset(base, range(10, 20)))
     with pytest.raises(UsageError, match=r"the training and the test data share a Growing, which has set_epoch\(\)"):
         check_datasets(sets, Config.parse(["--workers=0"]))
+
+
+InSlots = dataclass(slots=True)(type("InSlots", (), {"__annotations__": {"numbers": Tensor, "label": int}}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: InSlots(torch.full((8,), number), 0),
+        lambda number: torch.full((8,), number).to_sparse(),
+        lambda number: torch.full((8, 2), number).to_sparse_csr(),
+        lambda number: torch.nested.nested_tensor([torch.full((3,), number), torch.full((5,), number)]),
+    ],
+)
+def test_samples_of_other_kinds_are_compared_by_their_numbers(make: Callable[[float], Any]) -> None:
+    methods = (
+        {"__getitem__": lambda self, i, n=n: make(n), "collate": lambda self, samples: samples} for n in (1.0, 5.0)
+    )
+    one, two = (type("Made", (Pictures, BatchDataset), each)([1]) for each in methods)
+    records = [json.loads(_Recorder({"training": each}, 0)[0]) for each in (one, two)]
+    assert changes({"training": records[0]}, {"training": records[1]}) == (["training sample 0 is another one"], [])
+    assert changes({"training": records[0]}, {"training": records[0]}) == ([], [])
+    assert same(make(1.0), make(1.0)) and not same(make(1.0), make(5.0))
 
 
 # ---- on all ranks ---------------------------------------------------------------------------------------------------

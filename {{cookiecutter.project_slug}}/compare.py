@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,16 @@ def _entries(output_dir: Path, weights: dict[str, list[str]]) -> dict[str, Any]:
     return entries
 
 
-def update_differences(one: Path, other: Path, limit: float) -> tuple[float, list[str]]:
+def update_differences(one: Path, other: Path, limit: float, kinds: Sequence[str]) -> tuple[float, list[str]]:
     """By which part of its update the state of two runs differs, at most; and a text, if that is above `limit`.
 
-    Both directories have files of save_state: step_0.pt, and those of later steps.
+    Both directories have files of save_state: step_0.pt, and those of later steps. kinds: how names to compare begin.
     """
     steps = sorted(int(path.stem.removeprefix("step_")) for path in one.glob("step_*.pt"))
     before, largest = torch.load(one / "step_0.pt"), 0.0
     for step in steps[1:]:
         first, second = (torch.load(folder / f"step_{step}.pt") for folder in (one, other))
-        for kind in ("weights.", "buffers."):
+        for kind in kinds:
             names = [name for name in first if name.startswith(kind)]
             apart = {name: _distance(first[name], second.get(name)) for name in names}
             update = math.hypot(*(_distance(first[name], before.get(name), finite=True) for name in names))

@@ -6,11 +6,13 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
@@ -19,14 +21,19 @@ import main as project
 import model as task
 from config import Config
 from ddp.checkpoint.state import weights_of_optimizers
+from ddp.core.errors import UsageError
+from ddp.data import loader, reader
 from ddp.data.dataset import BatchDataset
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.distributed.rank_env import RankEnv
-from ddp.distributed.tensors import map_tensors, whole
+from ddp.distributed.seeds import keep_random_state
+from ddp.distributed.tensors import map_tensors, named_leaves, whole
+from ddp.training.meter import Meter, close
 from ddp.training.run import Run
 
 SAVED_EVERY = 3  # steps from save to save
+NUMBERS = (torch.Tensor, bool, int, float, complex)
 
 
 class Constants(TorchDispatchMode):
@@ -52,20 +59,42 @@ class Constants(TorchDispatchMode):
         return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
 
 
-def save_state(models: list[torch.nn.Module], path: Path, ctx: Any) -> None:
-    """Write weights and buffers, as `weights.0.NAME` and `buffers.0.NAME` of the first model. Call on every rank.
+def save_state(fields: dict[str, Any], path: Path, ctx: Any) -> None:
+    """Write the numbers of what Training holds: `weights.FIELD.NAME`, `buffers...`, `counts...`. Call on every rank.
 
-    Buffers are those of numbers that checkpoints hold, sorted: a queue may hold the samples of a step in another order.
+    Buffers are those that checkpoints hold, sorted: a queue may hold the samples of a step in another order. Of fields
+    that are the owner's, and no models, the state_dict() counts.
     """
     state: dict[str, torch.Tensor] = {}
-    for number, model in enumerate(models):
-        state |= {f"weights.{number}.{name}": whole(value).detach() for name, value in model.named_parameters()}
-        saved = model.state_dict().keys()
-        for name, value in model.named_buffers():
-            if name in saved and (value.is_floating_point() or value.is_complex()):
-                real = torch.view_as_real(whole(value).resolve_conj()) if value.is_complex() else whole(value)
-                state[f"buffers.{number}.{name}"] = real.detach().flatten().sort().values
+    for key, field in fields.items():
+        if isinstance(field, torch.nn.Module):
+            state |= {f"weights.{key}.{name}": whole(value).detach() for name, value in field.named_parameters()}
+            saved = [name for name in field.state_dict() if not name.endswith("num_batches_tracked")]
+            numbers = [(name, value) for name, value in field.named_buffers() if name in saved]
+        else:
+            getattr(field, "before_save", lambda: None)()
+            found = [(".".join(map(str, keys)), value) for keys, value in named_leaves(field.state_dict())]
+            numbers = [(name, torch.as_tensor(value)) for name, value in found if isinstance(value, NUMBERS)]
+        for name, value in numbers:
+            real = torch.view_as_real(whole(value).resolve_conj()) if value.is_complex() else whole(value)
+            kind = "buffers" if real.is_floating_point() else "counts"
+            real = real if real.is_floating_point() else real.long()
+            state[f"{kind}.{key}.{name}"] = real.detach().flatten().sort().values
     ctx.on_main(torch.save, state, path)
+
+
+def compared_fields(training: Any) -> dict[str, Any]:
+    """The models, and what else the owner has added to Training."""
+    fields = {key: field for key, field in vars(training).items() if hasattr(field, "state_dict")}
+    own = [key for key in fields if not type(fields[key]).__module__.startswith(("torch.", "ddp."))]
+    own = [key for key in own if not isinstance(fields[key], torch.optim.Optimizer)]
+    return {key: field for key, field in fields.items() if isinstance(field, torch.nn.Module) or key in own}
+
+
+def narrowest(folder: Path, dtype: str) -> str:
+    """The format with the fewest digits among `dtype` and those of the weights of a run."""
+    formats = {value.dtype for name, value in torch.load(folder / "step_0.pt").items() if name.startswith("weights.")}
+    return next((name for name in ("bfloat16", "float16") if getattr(torch, name) in formats), dtype)
 
 
 def rehearsed_main(
@@ -119,10 +148,21 @@ def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
             run.checkpoints.writer.done.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def metrics_again(meter: Any, totals: Any) -> Any:
+        with keep_random_state():
+            again = metrics_of(meter, totals)
+        metrics = metrics_of(meter, totals)
+        if differ := [name for name in dict(metrics) if not close(metrics[name], again.get(name))]:
+            what = f"compute_metrics in model.py returns another {differ[0]} for the same totals"
+            raise UsageError(f"{what}: keep nothing but what batch_totals returns")
+        return metrics
+
     def log_and_write_metrics(run: Any, metrics: Any, loader: Any) -> None:
         log_eval(run, metrics, loader)
         run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics, default=float))
 
+    metrics_of = Meter._metrics_of
+    patch.multiple(Meter, _metrics_of=metrics_again).start()
     patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
 
 
@@ -132,17 +172,27 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
+    build_model = task.build_model
+
+    def build_with_digits(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+        for tensor in chain(model.parameters(), model.buffers()):
+            tensor.data = tensor.to(torch.float64) if tensor.is_floating_point() else tensor.data
+        return model
+
+    if dtype == "float64":
+        patch.multiple(task, build_model=build_with_digits).start()
     resume, advance, constants, by_design = Run.resume, Run.advance, Constants(), dict[str, bool]()
 
     def write(run: Any) -> None:
-        save_state(run.models, folder / f"step_{run.state.step}.pt", run.ctx)
+        save_state(run.compared, folder / f"step_{run.state.step}.pt", run.ctx)
         run.ctx.on_main((folder / "by_design").write_text, json.dumps([text for text in by_design if by_design[text]]))
 
     def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
-        run.models = [part for part in vars(training).values() if isinstance(part, torch.nn.Module)]
-        parts = [part for model in run.models for part in model.modules()]
-        norms = [part for part in parts if hasattr(part, "running_mean") and not [*part.children()]]
+        run.compared = compared_fields(training)
+        models = [field for field in run.compared.values() if isinstance(field, torch.nn.Module)]
+        norms = [part for model in models for part in model.modules() if isinstance(part, _NormBase)]
         by_design.update({"BatchNorm": bool(norms), "mix": type(train_loader.hooks).mix is not BatchDataset.mix})
         write(run)
         if plain:
@@ -213,7 +263,17 @@ def patch_reading(dtype: torch.dtype, constants: Constants) -> None:
         with constants.paused():
             return read(sampler, *where)
 
-    read = ResumableSampler.read
+    def draw() -> Any:
+        with constants.paused():
+            return draw_numbers()
+
+    def start(*arguments: Any) -> Any:
+        with constants.paused():
+            return start_workers(*arguments)
+
+    read, draw_numbers, start_workers = ResumableSampler.read, reader._draw, loader.start_workers
+    patch.object(reader, "_draw", draw).start()
+    patch.object(loader, "start_workers", start).start()
     patch.multiple(ResumableSampler, read=read_order).start()
     patch.multiple(TrainLoader, _batches=with_cast(TrainLoader._batches)).start()
     patch.multiple(EvalLoader, __iter__=with_cast(EvalLoader.__iter__)).start()

@@ -36,15 +36,16 @@ from ddp.data.dataset import data_name, hooks_of
 from ddp.data.reader import SeededReader, hand_over, same
 from ddp.data.workers import moved_positions, start_workers
 from ddp.entrypoint.run_main import SpawnSignals, run_and_exit, spawn
-from rehearsal_runs import SAVED_EVERY, divided_run, rehearsed_main, whole_run
+from rehearsal_runs import SAVED_EVERY, divided_run, narrowest, rehearsed_main, whole_run
 
 Start = Callable[[Any, Config, int], int]  # runs a main function on a number of processes, and returns the exit code
 Check = tuple[str, list[str], list[str]]  # what is checked, what is wrong with it, and the usual causes
 STEPS = 8  # of an epoch, and batches of an evaluation, at most
 READ_AT_ONCE = 64  # samples of each set
-LIMITS = {"float64": 1e-6, "float32": 0.02}  # of their difference, as a part of the update; ReLU has ties in float32
+# Of their difference, as a part of the update: ReLU has ties in float32; others if a part of the model has few digits.
+LIMITS = {"float64": 1e-6, "float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
 # Of the logged loss, and of other metrics: the accuracy jumps where numbers are equal but for rounding.
-METRIC_LIMITS = {"float64": (1e-4, 0.02), "float32": (0.002, 0.1)}
+METRIC_LIMITS = {"float64": (1e-4, 0.02), "float32": (0.002, 0.1), "float16": (0.1, 0.2), "bfloat16": (0.1, 0.2)}
 KEEP = [
     "state that no checkpoint holds: use a buffer, the optimizer's state_dict(), or a field of Training in main.py",
     "random numbers from a generator of your own: seed it with torch.initial_seed() in each call",
@@ -79,7 +80,7 @@ class Rehearsal:
     """The runs of a rehearsal, each in its own folder. `start`: runs a main function on a number of processes."""
 
     def __init__(self, config: Config, nproc: int, folder: Path, start: Start, steps: int = STEPS) -> None:
-        config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=1)
+        config = replace(config, epochs=2, max_steps=None, warmup_epochs=min(config.warmup_epochs, 1), log_every=2)
         config = replace(config, checkpoint_every=SAVED_EVERY, resume="auto", evaluate=False, patience=None, workers=0)
         config.rehearse()
         self.divides_evaluations = config.eval_batch_size is None  # otherwise the metrics may depend on it
@@ -186,39 +187,43 @@ class Rehearsal:
         one = self.divided("undivided float64", dtype, 2 * half, code=None)
         if self.code != 0:  # a part of the task asks for float32
             one = self.divided("undivided", dtype := "float32", 2 * half)
+        digits = narrowest(one, dtype)
         for way, how in ways.items():
             other = self.divided(way, dtype, half, **how)
             if compares and not (other / "gathers").exists():
                 reason = "forward and compute_loss call no gather of torch.distributed"
                 yield f"2 processes are not checked: {reason}", [], []
                 continue
-            name = f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[dtype]:g} ({dtype})"
-            part, found, others = self.apart(one, other, dtype)
+            name = (
+                f"{2 * half} samples in {way}: the weights and buffers of 1 pass, up to {LIMITS[digits]:g} ({digits})"
+            )
+            part, found, others = self.apart(one, other, digits)
             if found:
                 plain = self.divided("undivided plain", dtype, 2 * half, True, code=None)
                 if self.code != 0:  # a mask of random numbers is empty then, for example
                     yield f"{way} are not checked: the run fails with constants in place of random numbers", [], []
                     continue
                 other = self.divided(f"{way} plain", dtype, half, True, **how)
-                _, found, others = self.apart(plain, other, dtype)
+                _, found, others = self.apart(plain, other, digits)
                 causes = " and ".join(json.loads((plain / "by_design").read_text()))
-                apart = f"{part:.2g} of the update" if part > LIMITS[dtype] else "not its metrics"
+                apart = f"{part:.2g} of the update" if part > LIMITS[digits] else "not its metrics"
                 name += "" if found else f" (but {apart}, for {causes})"
             name += f" (but the metrics {', '.join(others)} depend on the division)" if others else ""
             yield name, found, DIVIDE
 
-    def apart(self, one: Path, other: Path, dtype: str) -> tuple[float, list[str], list[str]]:
+    def apart(self, one: Path, other: Path, digits: str) -> tuple[float, list[str], list[str]]:
         """By which part of its update the state of two runs differs; texts, if it or the loss does; other metrics."""
-        part, found = update_differences(one, other, LIMITS[dtype])
+        kinds = ("weights.", "buffers.", *(["counts."] if "processes" in other.name else []))  # one may be of passes
+        part, found = update_differences(one, other, LIMITS[digits], kinds)
         if found or getattr(task, "LOSS_COMPARES_SAMPLES", False):
             return part, found, []
-        return part, *metric_differences(one, other, task.metric_for_best_model, METRIC_LIMITS[dtype])
+        return part, *metric_differences(one, other, task.metric_for_best_model, METRIC_LIMITS[digits])
 
     def divided(self, name: str, dtype: str, size: int, plain: bool = False, nproc: int = 1, **changes: Any) -> Path:
         """A run with batches of this size, also in its evaluations."""
         changes |= {"precision": "fp32", "matmul_precision": "highest", "compile": False, "batch_size": size}
         changes |= {"eval_batch_size": size} if self.divides_evaluations else {}
-        changes = {"grad_accum_steps": 1, "checkpoint_every": None} | changes
+        changes = {"grad_accum_steps": 1, "checkpoint_every": None, "log_every": 1} | changes
         return self.run(name, partial(divided_run, dtype, plain), nproc, **changes)
 
 

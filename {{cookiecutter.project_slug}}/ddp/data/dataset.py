@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
-MANY = 1000  # a dictionary with so many entries holds samples, and no data sets
+MANY = 1000  # a container with so many entries holds samples, or data sets alone
+DEPTH = 4  # containers within each other that are searched for data sets
 HOOKS = ("collate", "collate_fn", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
@@ -173,15 +174,30 @@ def held_by(dataset: Any) -> list[Any]:
 
 def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
-    for value in [*getattr(dataset, "__dict__", {}).values()]:
-        if isinstance(value, dict) and len(value) < MANY:
-            value = [part for part in value.values() if _is_dataset(part)]
-        several = isinstance(value, list | tuple) and value and _is_dataset(value[0])
-        for part in value if several else (value,):  # as in torch's ConcatDataset
-            if _is_dataset(part) and id(part) not in seen:
-                seen.add(id(part))
-                yield part
-                yield from _held(part, seen)
+    for part in _datasets_in([*attributes(dataset).values()], DEPTH):
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            yield from _held(part, seen)
+
+
+def _datasets_in(value: Any, depth: int) -> Iterator[Any]:
+    """`value`, if it is a data set, or those in it: a list, as in torch's ConcatDataset, a dictionary, an object."""
+    if _is_dataset(value):
+        yield value
+    elif depth and not isinstance(value, torch.nn.Module | torch.Tensor | type):
+        parts = (
+            value if isinstance(value, list | tuple | set) else (*value.values(),) if isinstance(value, dict) else ()
+        )
+        if len(parts) < MANY or any(_datasets_in(next(iter(parts)), depth - 1)):
+            for part in (*parts, *attributes(value).values()):
+                yield from _datasets_in(part, depth - 1)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also of one with __slots__."""
+    slots = {name: None for each in type(value).__mro__ for name in getattr(each, "__slots__", ()) if name[:2] != "__"}
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def _is_dataset(part: Any) -> bool:

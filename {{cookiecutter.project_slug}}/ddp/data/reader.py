@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from ddp.core.errors import PeerLost, UsageError, one_line
-from ddp.data.dataset import BatchDataset, explain_collate_error, hooks_of
+from ddp.data.dataset import BatchDataset, attributes, explain_collate_error, hooks_of
 from ddp.distributed.seeds import derive_seed, keep_random_state
-from ddp.distributed.tensors import leaves
+from ddp.distributed.tensors import leaves, strided
 
 
 class SeededReader(Dataset):
@@ -28,31 +28,39 @@ class SeededReader(Dataset):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, epoch: int) -> None:
         self.dataset, self.collate, self.seed, self.epoch = dataset, collate, seed, epoch
-        while isinstance(dataset, Subset):  # which passes __getitems__ on
-            dataset = dataset.dataset
-        self.name = type(dataset).__name__
-        one, several = (_definer(type(dataset), name) for name in ("__getitem__", "__getitems__"))
-        if several not in (None, BatchDataset, one) and one and issubclass(one, several):
-            remedy = "override __getitems__, which is called in its place"
-            raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
-        self.one_by_one = getattr(type(dataset), "__getitems__", None) in (None, BatchDataset.__getitems__)
-        self.checked = False
+        layers = [dataset]
+        while isinstance(layers[-1], Subset):  # which passes __getitems__ on
+            layers.append(layers[-1].dataset)
+        self.name = type(layers[-1]).__name__
+        self.one_by_one = getattr(type(layers[-1]), "__getitems__", None) in (None, BatchDataset.__getitems__)
+        for layer in layers if not self.one_by_one else ():
+            one, several = (_definer(type(layer), name) for name in ("__getitem__", "__getitems__"))
+            if several not in (None, one) and one and issubclass(one, several):
+                remedy = "override __getitems__, which is called in its place"
+                raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
+        self.drawn_at_first: int | None = 0  # samples that were drawn when first read; None: the checks are done
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         indices = list(indices)
         with keep_random_state():
-            if not self.checked:  # in each worker
-                if all(self._check(index) for index in indices[:2]) and len(indices) > 1:
+            read: list[Any] = []
+            for index in indices:  # in each worker
+                if self.drawn_at_first is None:
+                    break
+                self.drawn_at_first = self.drawn_at_first + 1 if self._check(index, read) else None
+                if self.drawn_at_first == 2:  # the first of all may draw, to set up something
                     reason = "draws random numbers for a sample only when it is first read"
                     raise UsageError(f"dataset {self.name} {reason}: keep it as it is before its augmentation")
-                self.checked = True
             batch = self._read(indices)
+            if self.one_by_one and not all(same(*pair) for pair in read) and len(indices) > 1:
+                remedy = "return a copy of what you use again"
+                raise UsageError(f"dataset {self.name} changes a sample when it reads the next one: {remedy}")
             return self._collate(batch, indices) if isinstance(batch, list) else batch
 
-    def _check(self, index: int) -> bool:
+    def _check(self, index: int, read: list[Any]) -> bool:
         """Read a sample several times. Raises UsageError if the results differ: the run could not be resumed exactly.
 
-        Returns whether only the first call has drawn random numbers: the first of all may do so, to set up something.
+        Returns whether only the first call has drawn random numbers. Adds its tensors, and copies of them, to `read`.
         """
         first, next_numbers = self._read([index]), _draw()
         tensors = [each for each in leaves(first) if isinstance(each, torch.Tensor | numpy.ndarray)]
@@ -63,8 +71,10 @@ class SeededReader(Dataset):
             raise UsageError(
                 f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
                 "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
-                "torch.initial_seed(); change a copy of what you keep; let a stream read by index, as docs/data.md does"
+                "torch.initial_seed(); change a copy of what you keep; let a stream read by index, and each worker "
+                "open its own connection, as docs/data.md does"
             )
+        read += zip(tensors, copies, strict=True)
         return self.one_by_one and next_numbers != _draw()
 
     def _read(self, indices: list[int], seed: int = 0) -> Any:
@@ -130,7 +140,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}))
+        return same(attributes(one), attributes(other))
+    if isinstance(one, torch.Tensor) and (one.layout != torch.strided or one.is_nested):
+        return (one.is_nested or one.shape == other.shape) and same(strided(one), strided(other))
     try:
         if any(getattr(one, name, None) != getattr(other, name, None) for name in ("shape", "dtype")):
             return False

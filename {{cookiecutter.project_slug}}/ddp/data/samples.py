@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp.core.errors import SetupError, UsageError, UserError, first_few
 from ddp.core.run_config import RunConfig
-from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, classes_of, held_by, hooks_of, kind
+from ddp.data.dataset import INTEGERS, BatchDataset, Datasets, attributes, classes_of, held_by, hooks_of, kind
 from ddp.data.reader import SeededReader
 from ddp.data.workers import DataWait, Workers, start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.seeds import derive_seed, random_bits
-from ddp.distributed.tensors import checksum, leaves
+from ddp.distributed.tensors import checksum, leaves, strided
 
 PARTS = ("training", "validation", "test")
 BUCKETS = 256  # of keys, with the number and the sum of those in each: a key that was added shows
@@ -146,10 +146,14 @@ def _start(recorder: _Recorder, config: RunConfig) -> Workers:
 
 
 def _parts(tree: Any, depth: int = 4) -> Iterator[Any]:
-    """The parts of a batch, also those of a dataclass, and of an object that moves to a device as a whole."""
+    """The parts of a batch, also those of a dataclass, an object that moves to a device, a sparse or nested tensor."""
     for part in leaves(tree):
-        is_batch = dataclasses.is_dataclass(part) or (hasattr(part, "to") and not isinstance(part, torch.Tensor))
-        yield from _parts(vars(part), depth - 1) if depth and is_batch and hasattr(part, "__dict__") else [part]
+        is_tensor = isinstance(part, torch.Tensor)
+        if is_tensor and (part.layout != torch.strided or part.is_nested):
+            yield from strided(part)
+        else:
+            is_batch = depth and not is_tensor and (dataclasses.is_dataclass(part) or hasattr(part, "to"))
+            yield from _parts(inside, depth - 1) if is_batch and (inside := attributes(part)) else [part]
 
 
 def _summary(part: Any) -> tuple[str, list[float]]:
@@ -159,7 +163,7 @@ def _summary(part: Any) -> tuple[str, list[float]]:
     if isinstance(part, numpy.ndarray | numpy.generic) and part.dtype.kind in "biufc":
         wide = {"f": "float64", "c": "complex128"}.get(part.dtype.kind, part.dtype.newbyteorder("="))
         part = torch.from_numpy(numpy.ascontiguousarray(part, wide))
-    if not isinstance(part, torch.Tensor) or part.layout != torch.strided or part.is_quantized or part.is_nested:
+    if not isinstance(part, torch.Tensor) or part.is_quantized:
         if isinstance(part, str) and os.path.isabs(part):  # --data-dir may be another one
             part = os.path.basename(part)
         text = repr(part) if isinstance(part, str | bytes | int | None) else type(part).__name__

@@ -62,6 +62,16 @@ def leaves(tree: Any) -> Iterator[Any]:
     return (part for _, part in named_leaves(tree))
 
 
+def strided(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that make up a nested or a sparse one."""
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    if tensor.layout != torch.sparse_coo:
+        return [tensor.to_dense()]
+    ordered = tensor.coalesce()
+    return [ordered.indices(), ordered.values()]
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the bytes of `tensor`."""
     result = 0

@@ -2,11 +2,12 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class ModelEma:
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
-        _warn_of_functions_over(model)
         self.module, self.average = copy.deepcopy(model).requires_grad_(False), get_ema_multi_avg_fn(decay)
+        _warn_of_parts_of(model, self.module)
         tensors = dict(self.module.named_parameters())
         for prefix, part in self.module.named_modules():
             if is_batch_norm(part):
@@ -79,17 +80,17 @@ class ModelEma:
             self.averages[name].copy_(state[name])
 
 
-def _warn_of_functions_over(model: torch.nn.Module) -> None:
-    """Warn of a function, as an attribute or hook, that holds a part of `model`, as does a copy of it by deepcopy."""
-    averaged = [each for each in model.modules() if is_batch_norm(each) or _trained(each)]
-    parts = {id(part) for part in [*averaged, *_trained(model)]}
-    for prefix, module in model.named_modules():
+def _warn_of_parts_of(model: torch.nn.Module, average: torch.nn.Module) -> None:
+    """Warn of an attribute or hook of the copy `average` that leads to `model`: deepcopy copies no function."""
+    parts = {id(each) for each in model.modules() if is_batch_norm(each) or _trained(each)} | {
+        *map(id, _trained(model))
+    }
+    seen: set[int] = set()
+    for prefix, module in average.named_modules():
         for name, value in vars(module).items() if not hasattr(module, "_orig_mod") else ():  # it compiles anew
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-            held = chain.from_iterable(_held_by(each, set()) for each in values if name not in OF_TORCH)
-            if any(id(part) in parts for part in held):
-                what = f"{f'{prefix}.{name}'.strip('.')} of the model is a function that holds a part of the model"
-                remedy = "make it a method, or compile with --compile"
+            if name not in OF_TORCH and any(id(each) in parts for each in _reached(value, seen)):
+                what = f"{f'{prefix}.{name}'.strip('.')} of the model leads to a part of the model"
+                remedy = "make a function a method, or compile with --compile; register what a reference is for"
                 log.info(f"warning: --ema: {what}, so the average may use its weights: {remedy}")  # on rank 0
 
 
@@ -97,19 +98,31 @@ def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
-def _held_by(function: Any, seen: set[int]) -> Iterator[Any]:
-    """What copy.deepcopy does not copy of a function: what it closes over, and its defaults."""
-    function = function.func if isinstance(function, partial) else function
-    if isinstance(function, FunctionType) and id(function) not in seen:
-        seen.add(id(function))
-        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it may be empty
-                held.append(cell.cell_contents)
-        for each in held:
-            is_method = isinstance(each, MethodType)
-            yield each.__self__ if is_method else each
-            yield from _held_by(each.__func__ if is_method else each, seen)
+def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Everything that `value` leads to: containers, attributes, weak references, and what functions close over."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType):
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, list | tuple | set):
+            left += each
+        elif isinstance(each, weakref.ref):
+            left.append(each())
+        elif isinstance(each, partial):
+            left += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, MethodType):
+            left += [each.__self__, each.__func__]
+        elif isinstance(each, FunctionType):
+            left += [each.__defaults__, each.__kwdefaults__]
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # it may be empty
+                    left.append(cell.cell_contents)
+        left += getattr(each, "__dict__", {}).values()
 
 
 def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ddp.distributed.tensors import local
 log = logging.getLogger(__name__)
 PART = 1 << 22  # numbers of a weight that are added up at once
 ROUNDING = 32  # units in the last place by which processors may differ after a step
+FEW = 2  # units of a narrow format by which they may differ all the same
 
 
 def check_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
@@ -220,7 +221,8 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
     """Raise UsageError, on every rank, if their weights differ by more than rounding. Call on every rank.
 
     fields: those of Training, by name. Different processors may round a step of an optimizer in different ways. That
-    adds up like a random walk, since all of them take the same gradients.
+    adds up like a random walk, since all of them take the same gradients. Where weights have few digits, few of them
+    are rounded in another way: as many as would be in float32, each by a unit of its own format.
     """
     weights: dict[str, torch.Tensor] = {}
     parts = fields if ctx.world_size > 1 and not ctx.work.sharded else {}
@@ -233,13 +235,15 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
             own = [(number, each) for number, each in enumerate(weights_of(part)) if id(each) not in named]
             weights |= {f"a weight of {key}, {number}": each for number, each in own}
     plain = {name: each.detach() for name, each in weights.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
+    plain = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in plain.items()}
     real = {name: each for name, each in plain.items() if each.is_floating_point() and each.element_size() > 1}
     if ctx.compare([*real]) or not real:  # each rank may have an optimizer for some of them
         return
-    sums, sizes = torch.stack([_sums(each) for each in real.values()]).T.contiguous()
+    sums, sizes, squares = torch.stack([_sums(each) for each in real.values()]).T.contiguous()
     eps = torch.tensor([torch.finfo(each.dtype).eps for each in real.values()])
     both = torch.stack([sums, sizes])  # gradients of a softmax layer add up to 0, so its sum stays
-    apart = (both - ctx.sum(both.clone()) / ctx.world_size).abs() > ROUNDING * step**0.5 * eps * sizes
+    rounded = ROUNDING * step**0.5 * eps.clamp(max=torch.finfo(torch.float32).eps) * sizes + FEW * eps * squares.sqrt()
+    apart = (both - ctx.sum(both.clone()) / ctx.world_size).abs() > rounded
     if (found := ctx.sum(apart.any(0).double())).any():
         first = [*real][int((found > 0).int().argmax())]
         remedy = "change weights in optimizer.step() alone, on all ranks, by one backward() of what ddp_model returned"
@@ -249,15 +253,15 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
 
 
 def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """The sums of its numbers, each times a factor, and of their sizes, in float64 and host memory.
+    """The sums of its numbers, each times a factor, of their sizes, and of their squares, in float64 and host memory.
 
     In parts, which are copied. Without factors, loss weights whose sum is always 1 would be the same on all ranks.
     """
-    both = []
+    sums = []
     for place, part in enumerate(map(torch.Tensor.double, weight.flatten().split(PART))):
         factors = torch.arange(1, len(part) + 1, dtype=part.dtype, device=part.device).add_(place * PART).sin_()
-        both.append(torch.stack([part.dot(factors), part.abs().sum()]))
-    return torch.stack(both).sum(0).cpu()
+        sums.append(torch.stack([part.dot(factors), part.abs().sum(), part.dot(part)]))
+    return torch.stack(sums).sum(0).cpu()
 
 
 def autocast(config: RunConfig, ctx: DistContext) -> AbstractContextManager:
