@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -101,6 +102,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*rows): injects the faults of these numbers in tests/faults.py")
     text = "sample(count, group): without --all, `count` cases of this test run, or of all tests of this group"
     config.addinivalue_line("markers", text)
+
+
+def pytest_collection_finish() -> None:
+    """From now on, a garbage collection of this process does not visit what was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -7,6 +7,7 @@ of a process, or about its launcher, it starts Python itself.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -62,6 +63,7 @@ def python(
 
 def _become(log: str, project: str, words: list[str], environment: dict[str, str], fork: bool) -> None:
     """In a process of the fork server: do what Python does with these words."""
+    gc.freeze()  # a garbage collection would copy all memory that is shared with the fork server
     multiprocessing.set_start_method(None, force=True)  # the default again, which DataLoader uses
     if fork:
         import torch.multiprocessing
