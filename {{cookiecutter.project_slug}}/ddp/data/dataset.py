@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ddp.distributed.tensors import leaves
 
 MANY = 1000  # a container with so many entries holds samples, or data sets alone
 DEPTH = 4  # containers within each other that are searched for data sets
+WITHOUT_DATASETS = (int, float, str, bytes, type(None), torch.Tensor, torch.nn.Module, type, ModuleType)
 HOOKS = ("collate", "collate_fn", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
@@ -183,21 +185,30 @@ def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
 
 def _datasets_in(value: Any, depth: int) -> Iterator[Any]:
     """`value`, if it is a data set, or those in it: a list, as in torch's ConcatDataset, a dictionary, an object."""
-    if _is_dataset(value):
-        yield value
-    elif depth and not isinstance(value, torch.nn.Module | torch.Tensor | type):
-        parts = (
-            value if isinstance(value, list | tuple | set) else (*value.values(),) if isinstance(value, dict) else ()
-        )
-        if len(parts) < MANY or any(_datasets_in(next(iter(parts)), depth - 1)):
-            for part in (*parts, *attributes(value).values()):
-                yield from _datasets_in(part, depth - 1)
+    level, seen = [value], set[int]()
+    for left in range(depth, -1, -1):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, WITHOUT_DATASETS):
+                continue
+            if _is_dataset(each):
+                yield each
+            elif left and id(each) not in seen:
+                seen.add(id(each))
+                inside = (
+                    each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple | set) else ()
+                )
+                if len(inside) < MANY or next(_datasets_in(next(iter(inside)), left - 1), None) is not None:
+                    inner += inside
+                inner += attributes(each).values()
+        level = inner
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, also of one with __slots__."""
-    slots = {name: None for each in type(value).__mro__ for name in getattr(each, "__slots__", ()) if name[:2] != "__"}
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def _is_dataset(part: Any) -> bool:
