@@ -709,13 +709,30 @@ def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monke
 def test_a_model_that_cannot_take_constants_for_random_numbers_is_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Masked(Small):
+    class Noisy(Small):
         def shift(self, outputs: Tensor) -> Tensor:
-            return outputs * outputs[torch.rand_like(outputs) < 0.25].mean()
+            noise = torch.rand(10)
+            return outputs * (noise - noise.mean()) / noise.std()
 
-    with_model(Masked)(monkeypatch)
+    with_model(Noisy)(monkeypatch)
     reason = "are not checked: the run fails with constants in place of random numbers"
     assert divisions(tmp_path) == {f"2 passes {reason}": [], f"2 processes {reason}": []}
+
+
+@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.slow
+def test_a_mask_of_random_numbers_is_neither_empty_nor_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Masked(Small):
+        def forward(self, images: Tensor) -> Tensor:
+            outputs = super().forward(images)
+            return outputs * (torch.rand_like(outputs) < 0.5) if self.training else outputs
+
+    with_model(Masked)(monkeypatch)
+    found = divisions(tmp_path / "right")
+    assert not any(found.values()), found
+    assert any(re.fullmatch(r"2 processes: .* of the update, for random numbers\)", name) for name in found), found
+    with_class_weights(monkeypatch)
+    assert all(divisions(tmp_path / "wrong").values())
 
 
 @pytest.mark.sample(1, "rehearsals with other options")

@@ -37,7 +37,7 @@ NUMBERS = (torch.Tensor, bool, int, float, complex)
 
 
 class Constants(TorchDispatchMode):
-    """Torch's random numbers are constants, so that they are the same for each sample in any batch."""
+    """Torch's random numbers are the same for each sample in any batch."""
 
     drawn = off = False
 
@@ -56,7 +56,11 @@ class Constants(TorchDispatchMode):
             return args[0].clone(), torch.ones_like(results[1])
         if name == "randperm":
             return results.copy_(torch.arange(len(results)))
-        return results.fill_(1 if name.startswith("bernoulli") else 0.5 if results.is_floating_point() else 0)
+        if name.startswith("bernoulli") or not results.is_floating_point():
+            return results.fill_(name.startswith("bernoulli"))
+        of_sample = results.shape[1:]  # from 0 to 1, so that a mask is neither empty nor full
+        values = (torch.arange(of_sample.numel(), device=results.device) + 0.5) / of_sample.numel()
+        return results.copy_(values.view(of_sample).expand_as(results))
 
 
 def save_state(fields: dict[str, Any], path: Path, ctx: Any) -> None:
