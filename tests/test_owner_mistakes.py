@@ -34,7 +34,7 @@ from ddp.checkpoint.reuse import load_weights, read_weights
 from ddp.checkpoint.state import TrainState
 from ddp.core.errors import UsageError
 from ddp.core.signals import stop_signal
-from ddp.data.dataset import BatchDataset, Datasets, hooks_of, set_epoch
+from ddp.data.dataset import BatchDataset, Datasets, attributes, hooks_of, set_epoch
 from ddp.data.loader import EvalLoader, TrainLoader
 from ddp.data.reader import SeededReader
 from ddp.data.samples import check_datasets
@@ -405,6 +405,7 @@ def test_weights_of_few_digits_and_complex_ones_are_compared_and_a_unit_of_round
         ctx.work.sharded, found = False, []
         for dtype in (torch.bfloat16, torch.float16, torch.complex64):
             network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).to(dtype)
+            network[0].weight = nn.Parameter(network[0].weight.data.conj())
             for noise, numbers in ((torch.finfo(dtype).eps * ctx.rank, 1), (0.2 * ctx.rank, 1024)):
                 for weight in network.parameters():
                     part = weight.data.flatten()[:numbers]
@@ -1187,6 +1188,7 @@ def test_methods_that_would_not_be_called_are_refused() -> None:
         SeededReader(OverridesOne(), list, 0, 0)
     for kind in (Hooked, Overrides, WithBoth):
         SeededReader(kind(), list, 0, 0)
+    SeededReader(type("Part", (BatchDataset, Subset), {"__getitem__": lambda self, i: i})(Overrides(), [0]), list, 0, 0)
     changed = Subset(Hooked(), [0])
     changed.__class__ = type("Changed", (Subset,), {"__getitem__": lambda self, index: None})  # as torch 2.9 has it
     SeededReader(changed, list, 0, 0)  # it is read one by one
@@ -1210,13 +1212,30 @@ def test_set_epoch_reaches_data_that_another_data_set_holds() -> None:
         Held(datasets=[Held(base=inner)]),
         Held(parts=[(inner, 0.5)]),
         Held(parts={"first": [inner]}),
-        Held(parts=[None, SimpleNamespace(source=inner)]),
+        Held(parts=[None, make_dataclass("Source", ["data"])(inner)]),
         Held(parts=(1.0, with_slots)),
         Held(parts=[(inner,)] * 2000),
     ):
         set_epoch(holder, 3)
         assert inner.epoch == 3
         inner.epoch = -1
+    set_epoch(Held(module=SimpleNamespace(train=inner)), 3)
+    assert inner.epoch == -1, "what an object holds may be another set"
+
+
+class Unset:
+    __slots__ = "inner"
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} of a closed connection")
+
+
+def test_attributes_that_cannot_be_read_do_not_end_a_search() -> None:
+    unset = Unset()
+    assert attributes(unset) == {} and attributes(make_dataclass("Kept", ["inner"], bases=(Unset,))(3)) == {"inner": 3}
+    unset.inner = 3
+    assert attributes(unset) == {"inner": 3}
+    assert hooks_of(Held(parts=[Unset()])).chunk_size == 1
 
 
 # ---- what torch reports with a traceback ----------------------------------------------------------------------------

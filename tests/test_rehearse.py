@@ -478,14 +478,34 @@ class Seen:
         self.counts = state["counts"]
 
 
-def with_field(patch: pytest.MonkeyPatch) -> None:
+class Drawing(Seen):
+    """Numbers that no division keeps: the state of a generator, and one that no tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __iadd__(self, counts: Tensor) -> Drawing:
+        torch.rand(int(counts.sum()), generator=self.generator)
+        return self
+
+    counts = property(lambda self: self, lambda self, value: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.get_state(), "seed": 2**64}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["state"])
+
+
+def with_field(patch: pytest.MonkeyPatch, kind: type[Seen] = Seen) -> None:
     totals = "        training.meter.add(task.batch_totals(loss, outputs, targets))\n"
     edits = {
         "    ema: ModelEma | None\n": "    ema: ModelEma | None\n    seen: Any\n",
         "task.compute_metrics), ema)": "task.compute_metrics), ema, task.Seen())",
         totals: f"{totals}        training.seen.counts += targets.bincount(minlength=10)\n",
     }
-    patch.setattr(model, "Seen", Seen, raising=False)
+    patch.setattr(model, "Seen", kind, raising=False)
     patch.setattr(main, "main", changed_main(edits))
 
 
@@ -695,6 +715,7 @@ class Mixed(images.ImagesInMemory):
 def test_what_treats_a_batch_as_a_whole_by_design_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_model(ByDesign)(monkeypatch)
     monkeypatch.setattr(data, "ImagesInMemory", Mixed)
+    with_field(monkeypatch, Drawing)
     found = divisions(tmp_path)
     assert not any(found.values()), found
     for name in found:

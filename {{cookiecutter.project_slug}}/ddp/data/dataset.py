@@ -1,8 +1,8 @@
 """BatchDataset: what a dataset may do to whole batches, and what a batch must be. Any other torch Dataset works too."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ddp.distributed.tensors import leaves
 
 MANY = 1000  # a container with so many entries holds samples, or data sets alone
 DEPTH = 4  # containers within each other that are searched for data sets
-WITHOUT_DATASETS = (int, float, str, bytes, type(None), torch.Tensor, torch.nn.Module, type, ModuleType)
+WITHOUT_DATASETS = (int, float, str, bytes, type(None), torch.Tensor, type)
 HOOKS = ("collate", "collate_fn", "augment", "prepare", "mix", "chunk_size", "train_chunk_size", "in_memory", "to")
 IGNORED_LABEL = -100  # torch's default for ignore_index
 SAMPLER_REMEDY = "return Datasets(train, val, test, sampler) from load_datasets, as docs/data.md shows"
@@ -174,41 +174,48 @@ def held_by(dataset: Any) -> list[Any]:
     return [*_held(dataset, {id(dataset)})]
 
 
-def _held(dataset: Any, seen: set[int]) -> Iterator[Any]:
+def _held(dataset: Any, seen: set[Any]) -> Iterator[Any]:
     """The data sets in the attributes of `dataset`, and in theirs, unless their ids are in `seen`; they are added."""
-    for part in _datasets_in([*attributes(dataset).values()], DEPTH):
+    for part in _datasets_in(attributes(dataset).values(), DEPTH, seen):
         if id(part) not in seen:
             seen.add(id(part))
             yield part
             yield from _held(part, seen)
 
 
-def _datasets_in(value: Any, depth: int) -> Iterator[Any]:
-    """`value`, if it is a data set, or those in it: a list, as in torch's ConcatDataset, a dictionary, an object."""
-    level, seen = [value], set[int]()
-    for left in range(depth, -1, -1):
-        inner: list[Any] = []
-        for each in level:
-            if isinstance(each, WITHOUT_DATASETS):
-                continue
-            if _is_dataset(each):
-                yield each
-            elif left and id(each) not in seen:
-                seen.add(id(each))
-                inside = (
-                    each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple | set) else ()
-                )
-                if len(inside) < MANY or next(_datasets_in(next(iter(inside)), left - 1), None) is not None:
-                    inner += inside
-                inner += attributes(each).values()
-        level = inner
+def _datasets_in(values: Iterable[Any], depth: int, seen: set[Any]) -> Iterator[Any]:
+    """The data sets among `values`, and in their lists, as in torch's ConcatDataset, dictionaries and dataclasses."""
+    for value in values:
+        if isinstance(value, WITHOUT_DATASETS):
+            continue
+        if _is_dataset(value):
+            yield value
+        elif (inside := _inside(value)) and depth and (id(value), depth) not in seen:
+            seen.add((id(value), depth))
+            first = [next(iter(inside))]
+            if len(inside) < MANY or next(_datasets_in(first, depth - 1, set()), None) is not None:
+                yield from _datasets_in(inside, depth - 1, seen)
+
+
+def _inside(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if is_dataclass(value):
+        return attributes(value).values()
+    return value if isinstance(value, list | tuple | set) else ()
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, also of one with __slots__."""
-    slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+    found = {}
+    for each in type(value).__mro__:
+        names = vars(each).get("__slots__", ())
+        for name in [names] if isinstance(names, str) else names:
+            with suppress(AttributeError):  # it may be unset
+                found[name] = vars(each)[name].__get__(value) if name in vars(each) else None
+    with suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__")
+    return found
 
 
 def _is_dataset(part: Any) -> bool:

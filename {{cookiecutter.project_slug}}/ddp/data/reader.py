@@ -35,7 +35,7 @@ class SeededReader(Dataset):
         self.one_by_one = getattr(type(layers[-1]), "__getitems__", None) in (None, BatchDataset.__getitems__)
         for layer in layers if not self.one_by_one else ():
             one, several = (_definer(type(layer), name) for name in ("__getitem__", "__getitems__"))
-            if several not in (None, one) and one and issubclass(one, several):
+            if several not in (None, BatchDataset, one) and one and issubclass(one, several):
                 remedy = "override __getitems__, which is called in its place"
                 raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
         self.drawn_at_first: int | None = 0  # samples that were drawn when first read; None: the checks are done
@@ -48,7 +48,7 @@ class SeededReader(Dataset):
                 if self.drawn_at_first is None:
                     break
                 self.drawn_at_first = self.drawn_at_first + 1 if self._check(index, read) else None
-                if self.drawn_at_first == 2:  # the first of all may draw, to set up something
+                if self.drawn_at_first == (2 if len(indices) > 1 else 3):  # the first of all may set up something
                     reason = "draws random numbers for a sample only when it is first read"
                     raise UsageError(f"dataset {self.name} {reason}: keep it as it is before its augmentation")
             batch = self._read(indices)
@@ -97,8 +97,8 @@ class SeededReader(Dataset):
     def _collate(self, samples: list[Any], indices: list[int]) -> Any:
         if getattr(self.collate, "__func__", None) is not BatchDataset.collate:  # the owner's own
             batch, draws = _call(self.collate, samples, derive_seed(self.seed, self.epoch, *indices))
-            hooks = hooks_of(self.dataset)
-            if draws and max(hooks.chunk_size, hooks.train_chunk_size) > 1:  # a resume may read others together
+            hooks = hooks_of(self.dataset) if draws else None
+            if hooks and max(hooks.chunk_size, hooks.train_chunk_size) > 1:  # a resume may read others together
                 raise UsageError(f"dataset {self.name} draws random numbers in collate: leave chunk_size at 1")
             return batch
         try:
@@ -129,18 +129,18 @@ def hand_over(batch: Any) -> Any:
         raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any, depth: int = 8) -> bool:
     """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
     if type(one) is not type(other):
         return False
     if one is other:  # such as a member of an Enum, whose attributes lead back to it
         return True
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[key], depth) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+        return len(one) == len(other) and all(same(*pair, depth) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return same(attributes(one), attributes(other))
+        return not depth or same(attributes(one), attributes(other), depth - 1)  # an object may lead back to itself
     if isinstance(one, torch.Tensor) and (one.layout != torch.strided or one.is_nested):
         return (one.is_nested or one.shape == other.shape) and same(strided(one), strided(other))
     try:

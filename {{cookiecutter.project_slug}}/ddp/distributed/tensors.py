@@ -66,10 +66,14 @@ def strided(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that make up a nested or a sparse one."""
     if tensor.is_nested:
         return [*tensor.unbind()]
-    if tensor.layout != torch.sparse_coo:
-        return [tensor.to_dense()]
-    ordered = tensor.coalesce()
-    return [ordered.indices(), ordered.values()]
+    if tensor.layout == torch.sparse_coo:
+        ordered = tensor.coalesce()
+        return [ordered.indices(), ordered.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ddp.data.dataset import attributes
 from ddp.distributed.tensors import local
 from ddp.training.wrapping import is_batch_norm
 
 log = logging.getLogger(__name__)
+PLAIN = (int, float, str, bytes, NoneType, type, ModuleType)
 OF_TORCH = {*vars(torch.nn.Module()), "_compiled_call_impl"} - {"_forward_hooks", "_forward_pre_hooks"}
 
 
@@ -103,7 +105,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
     left = [value]
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, type | ModuleType):
+        if id(each) in seen or isinstance(each, PLAIN):
             continue
         seen.add(id(each))
         yield each
@@ -122,7 +124,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # it may be empty
                     left.append(cell.cell_contents)
-        left += getattr(each, "__dict__", {}).values()
+        left += attributes(each).values()
 
 
 def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:

@@ -222,7 +222,8 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
 
     fields: those of Training, by name. Different processors may round a step of an optimizer in different ways. That
     adds up like a random walk, since all of them take the same gradients. Where weights have few digits, few of them
-    are rounded in another way: as many as would be in float32, each by a unit of its own format.
+    are rounded in another way: as many as would be in float32, each by a unit of its own format. So one such weight
+    alone may differ unnoticed.
     """
     weights: dict[str, torch.Tensor] = {}
     parts = fields if ctx.world_size > 1 and not ctx.work.sharded else {}
@@ -235,7 +236,9 @@ def check_same_weights(fields: Mapping[str, Any], step: int, ctx: DistContext) -
             own = [(number, each) for number, each in enumerate(weights_of(part)) if id(each) not in named]
             weights |= {f"a weight of {key}, {number}": each for number, each in own}
     plain = {name: each.detach() for name, each in weights.items() if type(each) in (torch.Tensor, torch.nn.Parameter)}
-    plain = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in plain.items()}
+    plain = {
+        name: torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for name, each in plain.items()
+    }
     real = {name: each for name, each in plain.items() if each.is_floating_point() and each.element_size() > 1}
     if ctx.compare([*real]) or not real:  # each rank may have an optimizer for some of them
         return
