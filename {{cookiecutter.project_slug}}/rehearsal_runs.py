@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -177,22 +178,22 @@ def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
     patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
 
 
+def build_in_float64(build_model: Callable[..., torch.nn.Module], *arguments: Any) -> torch.nn.Module:
+    """The model, also if it was made in another format."""
+    model = build_model(*arguments)
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.to(torch.float64) if tensor.is_floating_point() else tensor.data
+    return model
+
+
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
 
     plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
-    build_model = task.build_model
-
-    def build_with_digits(*arguments: Any) -> Any:
-        model = build_model(*arguments)
-        for tensor in chain(model.parameters(), model.buffers()):
-            tensor.data = tensor.to(torch.float64) if tensor.is_floating_point() else tensor.data
-        return model
-
     if dtype == "float64":
-        patch.multiple(task, build_model=build_with_digits).start()
+        patch.multiple(task, build_model=partial(build_in_float64, task.build_model)).start()
     resume, advance, constants, by_design = Run.resume, Run.advance, Constants(), dict[str, bool]()
 
     def write(run: Any) -> None:
