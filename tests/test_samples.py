@@ -123,6 +123,23 @@ def test_samples_of_other_kinds_are_compared_by_their_numbers(make: Callable[[fl
     assert same(make(1.0), make(1.0)) and not same(make(1.0), make(5.0))
 
 
+class Node:
+    """Each leads to all others."""
+
+    __slots__ = ("nodes", "number")
+
+    def __init__(self, numbers: list[int], nodes: list[Node]) -> None:
+        self.number, self.nodes = numbers[0], nodes
+        nodes.append(self)
+        if numbers[1:]:
+            Node(numbers[1:], nodes)
+
+
+def test_objects_that_lead_to_each_other_are_compared() -> None:
+    assert same(Node([*range(30)], []), Node([*range(30)], []))
+    assert not same(Node([*range(30)], []), Node([*range(29), 5], []))
+
+
 # ---- on all ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -129,18 +129,24 @@ def hand_over(batch: Any) -> Any:
         raise PeerLost(f"a DataLoader worker cannot hand over a batch: {reason}") from error
 
 
-def same(one: Any, other: Any, depth: int = 8) -> bool:
-    """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal."""
+def same(one: Any, other: Any, compared: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values are equal, with their tensors and arrays. Objects that cannot be compared count as equal.
+
+    compared: ids of pairs of objects whose attributes were compared: they may lead back to each other.
+    """
+    compared = set() if compared is None else compared
     if type(one) is not type(other):
         return False
     if one is other:  # such as a member of an Enum, whose attributes lead back to it
         return True
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(value, other[key], depth) for key, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[key], compared) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(*pair, depth) for pair in zip(one, other, strict=True))
+        return len(one) == len(other) and all(same(*pair, compared) for pair in zip(one, other, strict=True))
     if type(one).__eq__ is object.__eq__ or is_dataclass(one):  # which compare identities, or tensors as booleans
-        return not depth or same(attributes(one), attributes(other), depth - 1)  # an object may lead back to itself
+        known = (pair := (id(one), id(other))) in compared
+        compared.add(pair)
+        return known or same(attributes(one), attributes(other), compared)
     if isinstance(one, torch.Tensor) and (one.layout != torch.strided or one.is_nested):
         return (one.is_nested or one.shape == other.shape) and same(strided(one), strided(other))
     try:

@@ -84,9 +84,8 @@ class ModelEma:
 
 def _warn_of_parts_of(model: torch.nn.Module, average: torch.nn.Module) -> None:
     """Warn of an attribute or hook of the copy `average` that leads to `model`: deepcopy copies no function."""
-    parts = {id(each) for each in model.modules() if is_batch_norm(each) or _trained(each)} | {
-        *map(id, _trained(model))
-    }
+    averaged = [each for each in model.modules() if is_batch_norm(each) or _trained(each)]
+    parts = {id(part) for part in [*averaged, *_trained(model)]}
     seen: set[int] = set()
     for prefix, module in average.named_modules():
         for name, value in vars(module).items() if not hasattr(module, "_orig_mod") else ():  # it compiles anew
