@@ -321,6 +321,13 @@ def test_who_does_not_stop_is_killed_by_a_second_signal(net: Network, project: P
     assert program.output().count("error: ") == 1
 
 
+def test_what_a_signal_runs_has_no_command_substitution() -> None:
+    """`read -t`, in which it runs, ends one that lasts until its timeout, and all that follows it in the trap."""
+    script = (TEMPLATE / "launch" / "ssh.sh").read_text()
+    body = re.sub(" # .*", "", script.partition("stop_hosts() {")[2].partition("\n}")[0])
+    assert "deadline=" in body and "$(" not in body.replace("$((", "") and "`" not in body
+
+
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])

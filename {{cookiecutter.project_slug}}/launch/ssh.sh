@@ -39,9 +39,9 @@ run_host() { # HOST. Runs the program on the input there, and writes HOST and it
   echo "$1 $((code > 128 ? 8 : code))" >&"$exits"
 }
 
-stop_hosts() { # SIGNAL. All hosts save the first time, and exit at once the second time
+stop_hosts() { # CODE. All hosts save the first time; they exit at once the second time, and this script with CODE
   ((SECONDS > stopped_at + 1)) || return 0 # one request may arrive twice
-  ((stopped_at < 0)) || result=$((128 + $(kill -l "$1"))) deadline=$((SECONDS + 10))
+  ((stopped_at < 0)) || result=$1 deadline=$((SECONDS + 10)) # no $(...): `read -t` below would end it in the middle
   stopped_at=$SECONDS
   for fd in $inputs; do echo >&"$fd" || true; done 2>/dev/null
 }
@@ -71,10 +71,10 @@ for rank in "${!hosts[@]}"; do
   call=$(printf '%q ' on_host "$dir" --nnodes="$nnodes" --node-rank="$rank" ${slots:+"${slots/slots/--nproc}"} "${@:2}")
   echo "$program"$'\n'"$call" >&"$fd" || true
 done
-for name in INT TERM USR1 HUP; do trap 'stop_hosts '"$name" "$name"; done
+for name in INT TERM USR1 HUP; do trap 'stop_hosts '"$((128 + $(kill -l "$name")))" "$name"; done
 for _ in "${hosts[@]}"; do
   until read -r -t 1 -u "$exits" host code; do ((SECONDS < deadline)) || exit "$result"; done
   ((code == 0 || (result != 0 && result != 75))) || result=$code
-  ((code == 0 || stopped_at >= 0)) || { stop_hosts ''; echo "error: $host: exit code $code; all hosts stop" >&2 || :; }
+  ((code == 0 || stopped_at >= 0)) || { stop_hosts 0; echo "error: $host: exit code $code; all hosts stop" >&2 || :; }
 done
 ((result == 0)) || exit "$result"
