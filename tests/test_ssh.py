@@ -29,7 +29,7 @@ from test_nodes import FOR_EVER, STUB
 RUN = "echo started; while :; do sleep 0.05; done"
 SLOW_TO_STOP = f"trap '' PIPE; trap 'echo told; sleep 0.3; echo saved; exit 75' TERM; {RUN}"
 TOLD_TWICE = f"told=; trap 'echo told; [ -z \"$told\" ] || exit 143; told=1' TERM; {RUN}"
-DEAF = f"trap '' TERM; {RUN}"
+DEAF = f"trap '' TERM; echo >\"$0.deaf\"; {RUN}"
 LATER = 4  # seconds: two signals within two count as one, and a busy machine handles the first one late
 
 
@@ -312,7 +312,8 @@ def test_when_one_fails_the_others_stop_and_its_code_is_the_exit_code(net: Netwo
 
 @pytest.mark.slow
 def test_who_does_not_stop_is_killed_by_a_second_signal(net: Network, project: Path) -> None:
-    pretend(project, f"if [ $node = 0 ]; then {DEAF}; fi; sleep 0.5; exit 7")
+    wait = 'until [ -e "$0.deaf" ]; do sleep 0.05; done'  # otherwise the first signal may come before its trap
+    pretend(project, f"if [ $node = 0 ]; then {DEAF}; fi; {wait}; exit 7")
     program = start(net, project)
     program.until("error: gpu2: exit code 7; all hosts stop\n")
     time.sleep(LATER)
