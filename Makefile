@@ -40,7 +40,8 @@ test: $(VENV)/ready
 # What enumerates: each state of the disk, each operation, all ports, examples and benchmarks. `make test` has a sample
 # of each; SEED=... chooses another one. The rest follows here.
 test-all: test
-	$(PYTEST) tests $(IN_PARALLEL) --left-out
+	@# These wait for longer: a seventh worker.
+	$(PYTEST) tests $(IN_PARALLEL) --left-out --numprocesses 7
 	$(MAKE) --no-print-directory versions
 
 # The tests of the template: as their owner runs them.
