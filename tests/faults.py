@@ -61,7 +61,7 @@ FAULTS = {
     49: "the same index is another sample on another rank, or after a resume",
     50: "DataLoader workers start again during an evaluation",
     51: "a dataset hangs on all ranks, or on the only one",
-    52: "an open file that forked workers share",
+    52: "an open file or connection that forked workers share",
     53: "a state whose shapes have changed",
     54: "a mean that depends on how the global batch is divided",
     55: "something else sets the learning rate",

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import socketserver
 import threading
 import time
 import zipfile
@@ -25,8 +26,9 @@ import main
 import model
 from ddp.data import samples
 from ddp.data.dataset import Datasets
+from ddp.data.inherited import file_positions
 from ddp.data.loader import EvalLoader
-from ddp.data.workers import Workers, _positions
+from ddp.data.workers import Workers
 from ddp.training.run import Run
 from faults import fault
 from processes import Ranks, on_ranks, start, train
@@ -339,6 +341,52 @@ def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
         assert "was opened before the DataLoader workers, which share it: open it in __getitem__, once per" in error
 
 
+class Asking(Numbers):
+    """Asks a server for each label, on a connection that is opened at once."""
+
+    def __init__(self, address: tuple[str, int], reopens: bool) -> None:
+        super().__init__(200)
+        self.address, self.reopens = address, reopens
+        self.connection = socket.create_connection(address)
+
+    def ask(self, index: int) -> int:
+        self.connection.sendall(index.to_bytes(1, "big"))
+        return self.connection.recv(1)[0]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            answer = self.ask(index)
+        except OSError:
+            if not self.reopens:
+                raise
+            self.connection = socket.create_connection(self.address)
+            answer = self.ask(index)
+        assert answer == index
+        return super().__getitem__(index)
+
+
+@fault(52)
+@pytest.mark.parametrize(("reopens", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0)])
+def test_a_connection_that_workers_would_share_ends_the_run(
+    reopens: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Echo(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while number := self.request.recv(1):
+                self.request.sendall(number)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Asking(server.server_address, reopens)))
+        ranks = start(2, *RUN, "--workers", workers, "--epochs=1", "--output-dir", tmp_path / "run")
+        assert ranks.wait() == [code] * 2, ranks.output()
+        server.shutdown()
+    errors = [line for line in ranks.output().splitlines() if "error: " in line]
+    expected = "error: a connection was opened before the DataLoader workers, which cannot share it: open it in __get"
+    assert len(errors) == (1 if code else 0) and all(expected in error for error in errors), ranks.output()
+
+
 def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(tmp_path: Path) -> None:
     """A shell script may read it at the same time."""
     (tmp_path / "list").write_text("a b")
@@ -346,13 +394,13 @@ def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(
     def positions(_: Any) -> list[str]:
         os.dup2(os.open(tmp_path / "list", os.O_RDONLY), 0)
         for output in (open(tmp_path / "log", "a+b", 0), TemporaryFile("w+b", 0)):  # noqa: SIM115
-            workers = Workers(iter(()), positions=_positions())
+            workers = Workers(iter(()), positions=file_positions())
             output.write(b"line")
             assert workers.shared_file() == ""
-            workers.positions = _positions()
+            workers.positions = file_positions()
             output.seek(0)
             assert workers.shared_file().startswith(os.readlink(f"/proc/self/fd/{output.fileno()}"))
-        return [path for path in _positions() if "list" in path]
+        return [path for path in file_positions() if "list" in path]
 
     ((one,),) = on_ranks(1, positions)
     assert one.startswith(f"{tmp_path}/list (descriptor ") and not one.endswith("r 0)")

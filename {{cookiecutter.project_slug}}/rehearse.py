@@ -33,8 +33,9 @@ from ddp.core.errors import ExitCode, Stopped, UserError, one_line, plural
 from ddp.core.options import OptionParser, number
 from ddp.core.signals import SignalHandler
 from ddp.data.dataset import data_name, hooks_of
+from ddp.data.inherited import moved_positions
 from ddp.data.reader import SeededReader, hand_over, same
-from ddp.data.workers import moved_positions, start_workers
+from ddp.data.workers import start_workers
 from ddp.entrypoint.run_main import SpawnSignals, run_and_exit, spawn
 from rehearsal_runs import SAVED_EVERY, divided_run, narrowest, rehearsed_main, whole_run
 

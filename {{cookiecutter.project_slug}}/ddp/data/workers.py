@@ -10,12 +10,11 @@ import multiprocessing
 import os
 import re
 import signal
-import stat
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
@@ -31,6 +30,7 @@ from ddp.core.process_exit import kill_workers, process_exit
 from ddp.core.run_config import RunConfig
 from ddp.core.signals import STOP_SIGNALS, die_with_parent, send_signal, stop_signal
 from ddp.core.threads import call_site, dump_stacks, main_stack
+from ddp.data.inherited import SHARED_CONNECTION, connections, file_positions, leave_connections
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_reports import read_key
 from ddp.distributed.stop_sync import StopDecision, StopRequested
@@ -78,45 +78,9 @@ class Workers:
 
     def shared_file(self) -> str:
         """A file that was open before the workers were forked, if its position has moved since, and not by a write."""
-        now = _positions() if self.positions else {}
+        now = file_positions() if self.positions else {}
         pairs = {path: (facts, now[path]) for path, facts in self.positions.items() if path in now}
         return next((path for path, (one, two) in pairs.items() if one[0] != two[0] and one[1:] == two[1:]), "")
-
-
-def _positions() -> dict[str, tuple[int, int, int]]:
-    """The position of each regular file that this process can read, by its path and descriptor.
-
-    After it the size and the time of the file, if this process can write it as well. Not of descriptor 0, which a shell
-    script may read as well: workers have none.
-    """
-    found = {}
-    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError, ValueError):  # it was closed meanwhile
-            facts = dict(line.split(":\t") for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()[:2])
-            mode, about = int(facts["flags"], 8) & os.O_ACCMODE, os.fstat(int(number))
-            if mode != os.O_WRONLY and number != "0" and stat.S_ISREG(about.st_mode):
-                path = os.readlink(f"/proc/self/fd/{number}")
-                written = (about.st_size, about.st_mtime_ns) if mode == os.O_RDWR else (0, 0)
-                if not path.startswith(("/proc/", "/memfd:")):
-                    found[f"{path} (descriptor {number})"] = int(facts["pos"]), *written
-    return found
-
-
-@contextmanager
-def moved_positions() -> Iterator[None]:
-    """For a rehearsal: files that are open have another position, to notice a worker that moves it to and fro."""
-    found = {int(name.rpartition(" ")[2][:-1]): facts for name, facts in _positions().items() if facts[1:] == (0, 0)}
-
-    def move(by: int) -> None:
-        for number, facts in found.items():
-            with suppress(OSError):  # it was closed meanwhile
-                os.lseek(number, facts[0] + by, os.SEEK_SET)
-
-    move(1)
-    try:
-        yield
-    finally:
-        move(0)
 
 
 def start_workers(loader: DataLoader) -> Workers:
@@ -128,11 +92,12 @@ def start_workers(loader: DataLoader) -> Workers:
     forks = multiprocessing.get_start_method() == "fork"
     timeout = START_TIMEOUT_S if forks else 3600.0  # others import torch first
     stacks = os.fdopen(os.memfd_create("stacks"), "w+b") if forks and hasattr(os, "memfd_create") else None
-    positions = _positions() if forks and loader.num_workers else {}
+    inherits = forks and loader.num_workers
+    positions, sockets = (file_positions(), connections()) if inherits else ({}, {})
     _kill_at_exit(os.getpid())
     while True:
         others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
-        loader.worker_init_fn = partial(_start_worker, os.getpid() if forks else None, started, stacks)
+        loader.worker_init_fn = partial(_start_worker, os.getpid() if forks else None, started, stacks, sockets)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until _start_worker, in the workers
         try:
             batches = iter(loader)
@@ -155,7 +120,9 @@ def _kill_at_exit(pid: int) -> None:
     Finalize(None, kill_workers, exitpriority=0)  # before multiprocessing waits for them
 
 
-def _start_worker(parent: int | None, started: Any, stacks: IO[bytes] | None, _: int) -> None:
+def _start_worker(
+    parent: int | None, started: Any, stacks: IO[bytes] | None, sockets: Mapping[int, str], _: int
+) -> None:
     """In a worker. Every process of a job may be asked to stop, but the last step needs its batches."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -168,6 +135,7 @@ def _start_worker(parent: int | None, started: Any, stacks: IO[bytes] | None, _:
         os._exit(1)
     if stacks is not None:  # written by a handler in C, also while the worker waits for a lock
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
+    leave_connections(sockets)
     started.release()
 
 
@@ -198,6 +166,9 @@ class DataWait:
         except Exception as error:
             if "DataLoader worker" in str(error):  # what it has read may be damaged
                 self._refuse_shared_file(error)
+            if SHARED_CONNECTION in str(error):
+                reason = "a connection was opened before the DataLoader workers, which cannot share it"
+                raise UsageError(f"{reason}: open it in __getitem__, once per process: see docs/data.md") from error
             raise
         finally:
             self.closed.set()
