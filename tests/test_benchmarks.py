@@ -128,6 +128,7 @@ def test_a_contestant_that_hangs_is_ended_with_its_ranks(tmp_path: Path, monkeyp
     assert not psutil.pid_exists(int(pid.read_text()))
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 def test_the_workers_of_a_data_loader_end_with_the_timed_script(tmp_path: Path) -> None:
     """Slowly, so that torch notices that they were killed: it would raise that as an error."""

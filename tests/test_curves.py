@@ -32,7 +32,7 @@ TASKS: dict[str, list[Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_losses_are_those_that_are_stored(
     task: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

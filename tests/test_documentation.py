@@ -390,7 +390,7 @@ def test_the_command_of_the_slow_network_is_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_generated_pages_works(command: str, project: Path) -> None:
     said = run(f"{command} {RUN[command].format(list(RUN).index(command))}", project)

@@ -779,6 +779,7 @@ def test_pip_installs_the_project_and_reads_its_license(
     assert run(python, "-c", script, cwd=project, env=environment).stdout == f"{project / 'config.py'}\n"
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 def test_two_projects_in_one_environment_import_their_own_modules(
     source: Path, tmp_path: Path, environment: dict[str, str]
@@ -1029,7 +1030,7 @@ def test_cruft_update_brings_a_change_of_the_template_and_keeps_the_owners_edit_
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     ("first", "second"), [("all", "slurm"), ("slurm", "all"), ("launch_node.sh only", "kubernetes")]
 )

@@ -122,6 +122,7 @@ def test_launch_node_gives_them_too_from_a_folder_with_spaces_in_spite_of_stale_
     assert "2 processes (torchrun)" in done.stdout and weights(tmp_path / "out put") == expected
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 @fault(1)
 def test_mpirun_leaves_enough_time_to_record_that_a_process_was_lost(tmp_path: Path) -> None:
@@ -849,6 +850,7 @@ def test_a_killed_rank_of_nproc_is_no_stop_although_the_others_stop() -> None:
     assert join(context, SpawnSignals()) == 8
 
 
+@pytest.mark.sample(1, "a signal while --nproc starts")
 @fault(9)
 @pytest.mark.slow
 def test_ctrl_c_while_the_ranks_of_nproc_import_torch_is_one_line(tmp_path: Path) -> None:
@@ -1017,6 +1019,7 @@ def test_ctrl_c_saves_once(small: None, tmp_path: Path) -> None:
     assert code == 75 and status["state"] == "stopped" and "Traceback" not in run.log()
 
 
+@pytest.mark.sample(1, "a signal while --nproc starts")
 @pytest.mark.slow
 @fault(9)
 def test_a_signal_while_nproc_starts_its_processes_is_not_lost(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_two_machines_without_ipv4_give_the_same_weights_as_two_processes_on_one
 # ---- with failures --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(0)
 @fault(1, 22, 28, 29)
 @pytest.mark.slow
 def test_machines_without_a_shared_disk_resume_once_the_link_is_up_again_and_once_machine_0_is_back(
@@ -319,6 +320,7 @@ def compute_loss(outputs, targets, config):
 """
 
 
+@pytest.mark.sample(0)
 @fault(38)
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_the_other_machine_waits_for_its_gpu_ends_both(

@@ -61,7 +61,8 @@ def test_a_rank_that_hangs_in_the_tree_is_noticed(tmp_path: Path, small: None, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.sample(0))])
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("count", [16, 64])
 def test_many_processes_stop_together_and_resume_and_notice_a_lost_one(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

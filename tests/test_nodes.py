@@ -221,7 +221,9 @@ def test_a_network_that_cannot_be_reached_is_refused_at_once(two: list[Machine],
 def test_after_the_grace_time_each_node_says_whom_it_missed(two: list[Machine], project: Path) -> None:
     variables = {"START_GRACE": "5", "NNODES": "4"}
     alone_here = node(two[1], 2, project, MASTER_PORT="29501", **variables)
-    nodes = [node(two[0], 0, project, **variables), node(two[1], 2, project, **variables)]
+    other = node(two[1], 2, project, **{**variables, "START_GRACE": "90"})
+    other.until("node 2: waiting for node 0")
+    nodes = [node(two[0], 0, project, **variables), other]
     assert alone_here.wait() == 3
     waiting, refused = alone_here.output().splitlines()
     assert waiting.startswith("node 2: waiting for node 0")

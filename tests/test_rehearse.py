@@ -382,7 +382,7 @@ def test_a_shared_file_that_is_rewound_is_named(tmp_path: Path, monkeypatch: pyt
     assert f"{tmp_path}/numbers.zip (descriptor " in found[0] and "is shared" in found[0]
 
 
-@pytest.mark.sample(1, "rehearsals with other options")
+@pytest.mark.sample(0)
 def test_a_sharded_run_is_rehearsed(tmp_path: Path) -> None:
     assert not any(rehearsed(tmp_path, "--shard").values())
 

@@ -294,6 +294,7 @@ def trained(output: Path) -> tuple[Any, list[int]]:
     return weights_and_momentum(output), [line["step"] for line in lines(output, "train")]
 
 
+@pytest.mark.sample(0)
 @fault(9)
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_started_again_by_slurm_equals_an_undisturbed_one(

@@ -126,13 +126,13 @@ def test_a_killed_run_resumes_bit_for_bit() -> None:
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.sample(1, "how a script is started")
+@pytest.mark.sample(0)
 def test_torchrun_starts_script_2(tmp_path: Path) -> None:
     output = output_of(start(tmp_path, *TORCHRUN, "--nproc-per-node=2", SCRIPTS[1]))
     assert len(LINE.findall(output)) == 5, output
 
 
-@pytest.mark.sample(1, "how a script is started")
+@pytest.mark.sample(0)
 def test_spawn_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> None:
     """All ranks stop after the same step, with a checkpoint of it. The same command then resumes from there."""
     process = start(tmp_path, sys.executable, edited_script(tmp_path, SHORT, SLOW))
@@ -144,7 +144,7 @@ def test_spawn_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> No
     assert f"resumed after step {stops['0']}\n" in output and "epoch 1: " in output
 
 
-@pytest.mark.sample(1, "how a script is started")
+@pytest.mark.sample(0)
 def test_torchrun_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) -> None:
     process = start(tmp_path, *TORCHRUN, "--nproc-per-node=2", edited_script(tmp_path, SHORT, SLOW))
     output = stopped_after_step_3(process)
@@ -153,7 +153,7 @@ def test_torchrun_starts_script_6_and_sigterm_stops_all_ranks(tmp_path: Path) ->
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == int(stops["0"])
 
 
-@pytest.mark.sample(1, "how a script is started")
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_two_machines_start_script_6_by_hand(method: str, tmp_path: Path) -> None:
     """Machine 1 has a folder of its own, without a checkpoint."""
