@@ -56,6 +56,7 @@ from ddp.core.run_config import RunConfig
 from ddp.core.signals import stop_signal
 from ddp.data.dataset import BatchDataset, Datasets, data_name, hooks_of
 from ddp.data.loader import EvalLoader, TrainLoader
+from ddp.data.reader import SeededReader
 from ddp.data.workers import start_workers
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.stop_sync import StopRequested
@@ -1005,6 +1006,31 @@ def same(ours: Steps, theirs: Steps) -> bool:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Steps]:
     """Epochs 0 and 1, of one process, from memory."""
     return seen(tmp_path_factory.mktemp("none"), "in memory", 1, epochs=(0, 1))
+
+
+class Standardised(Dataset):
+    """A sum of so many numbers depends on the threads that add them up."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = torch.rand(3, 224, 224)
+        return (image - image.mean()) / image.std()
+
+
+def test_a_sample_does_not_depend_on_the_number_of_threads() -> None:
+    """A worker has one, and a rank that reads by itself has more."""
+
+    def read(_: Any) -> list[bool]:
+        torch.set_num_threads(1)
+        reader = SeededReader(Standardised(), list, seed=0, epoch=0)
+        expected = reader.__getitems__(range(16))
+        torch.set_num_threads(4)
+        found = SeededReader(Standardised(), list, seed=0, epoch=0).__getitems__(range(16))
+        return [torch.equal(*each) for each in zip(expected, found, strict=True)] + [torch.get_num_threads() == 4]
+
+    assert on_ranks(1, read) == [[True] * 17]
 
 
 @pytest.mark.sample(8)

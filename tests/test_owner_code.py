@@ -439,6 +439,18 @@ class OwnGeneratorInBatches(OwnGenerator):
         ) % 2
 
 
+class Mosaic(Numbered):
+    """Mixes in the samples that were read before, as a mosaic of images does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.before = list(dict.fromkeys([*self.before, index]))[-8:]
+        return torch.tensor([float(random.choice(self.before)), float(index)]), index % 2
+
+
 class SeededGenerator(Numbered):
     """Has a generator, but seeds it as the message says."""
 
@@ -450,13 +462,13 @@ class SeededGenerator(Numbered):
 @fault(40)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
-    "kind", [Stream, ChangedInPlace, ErasedInPlace, EverySecondCall, OwnGenerator, OwnGeneratorInBatches]
+    "kind", [Stream, ChangedInPlace, ErasedInPlace, EverySecondCall, OwnGenerator, OwnGeneratorInBatches, Mosaic]
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_hidden_stream_is_refused_with_one_line(
     kind: type[Numbered], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Subset(kind(), range(24)), Numbered()))
+    monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Subset(kind(), range(24)), SeededGenerator()))
     monkeypatch.setattr(main.task, "build_model", lambda config, train_set: nn.Linear(2, 2))
     given = ("--workers", workers, "--batch-size", 4, "--device=cpu", "--output-dir", tmp_path)
     error = the_error(train(2, *given, code=2))
@@ -763,25 +775,41 @@ def test_the_average_follows_weights_and_buffers() -> None:
 class Scaled(nn.Module):
     """Divides by a plain attribute, which the training changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: Any) -> None:
         super().__init__()
-        self.inner, self.temperature = nn.Linear(1, 1), 1.0
+        self.inner, self.temperature = nn.Linear(1, 1), temperature
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs) / self.temperature
 
 
-def test_an_average_that_lacks_a_plain_attribute_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    network = nn.Sequential(Scaled())
+ATTRIBUTES = [(1.0, 4.0), (torch.ones(2), torch.zeros(2)), ({"of": [torch.ones(1)]}, {"of": [torch.zeros(1)]})]
+
+
+@pytest.mark.parametrize(("first", "later"), ATTRIBUTES)
+def test_an_average_that_lacks_a_plain_attribute_says_so_once(
+    first: Any, later: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = nn.Sequential(Scaled(first))
     average = ModelEma(network, 0.5)
     network.eval()
     average.state_dict()
-    network[0].temperature = 4.0
+    network[0].temperature = later
     with caplog.at_level("INFO"):
         average.state_dict()
         average.state_dict()
     (line,) = caplog.messages
-    assert line.startswith("warning: --ema: 0.temperature of the model was 1.0, is 4.0; its average keeps the first")
+    assert line.startswith("warning: --ema: 0.temperature of the model has changed; its average keeps the first value")
+
+
+def test_the_loss_of_a_batch_is_no_plain_attribute_of_an_average(caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(Scaled(1.0))
+    network[0].auxiliary_loss = torch.zeros(())
+    average = ModelEma(network, 0.5)
+    network[0].auxiliary_loss = network[0].inner.weight.sum()
+    with caplog.at_level("INFO"):
+        average.state_dict()
+    assert caplog.messages == []
 
 
 class Lazy(nn.Module):

@@ -263,6 +263,27 @@ def test_a_rate_that_no_step_would_use_is_refused(
         assert the_error(output).startswith("error: the learning rate was set between two steps, and ")
 
 
+class Keeping(Schedule):
+    """Keeps the rates that the end of an epoch sets."""
+
+    def set(self, epochs_done: float) -> None:
+        self.lr = self.optimizer.param_groups[0]["lr"]
+
+    def end_epoch(self, metrics: Any) -> None:
+        self.inner = "a name that Schedule might have used"
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_schedule_may_keep_the_rates_that_it_sets_at_the_end_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "Schedule", Keeping)
+    output = train(1, *OPTIONS, "--epochs", 2, "--output-dir", tmp_path)
+    assert output.count("warning: Keeping.end_epoch changes inner, which is not saved: ") == 1
+    train(1, *OPTIONS, "--epochs", 3, "--output-dir", tmp_path)
+    assert [line["lr"] for line in lines(tmp_path, "train")] == [0.03, 0.015, 0.0075]
+
+
 def test_a_step_without_a_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None would mean that there are no gradients: no step would be taken."""
     last = "    return mean.finish(training.model)\n"

@@ -473,7 +473,7 @@ AVERAGING = """
 +    def eval(self, sign: float = 1.0) -> None:
 +        if self.evaluating != (sign > 0):
 +            for weight in self.param_groups[0]["params"]:
-+                weight.mul_(2.0**sign)
++                weight.mul_(3.0**sign)
 +            self.evaluating = sign > 0
 +
 +    def train(self) -> None:
@@ -496,7 +496,7 @@ AVERAGING = """
 
 @recipe
 def an_optimizer_with_modes(tmp_path: Path) -> None:
-    """Its weights are twice as large in an evaluation."""
+    """Its weights are three times as large in an evaluation; there and back rounds."""
     (edit,) = edits("An optimizer with a mode for training and one for evaluations")
     project = project_with(tmp_path, edit, ("model.py", AVERAGING))
     assert rehearsed(project) == []

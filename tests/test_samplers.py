@@ -205,7 +205,7 @@ def test_the_order_is_read_in_blocks() -> None:
 class Bad:
     """Returns what `make` makes of the positions."""
 
-    def __init__(self, make: Any, length: int = 24) -> None:
+    def __init__(self, make: Any, length: Any = 24) -> None:
         self.make, self.positions = make, length
 
     def length(self, epoch: int) -> int:
@@ -242,6 +242,15 @@ def test_a_wrong_sampler_is_refused(message: str) -> None:
 
     for text in on_ranks(2, raised, "--device=cpu"):
         assert text.startswith(message), text
+
+
+def test_a_length_that_is_no_whole_number_is_refused() -> None:
+    def raised(ctx: DistContext) -> str:
+        with pytest.raises(UsageError) as error:
+            next(TrainLoader(Numbers(30), options("--batch-size", 4), ctx, Bad(list, 0.5 * 48)).steps(0))
+        return str(error.value)
+
+    assert on_ranks(1, raised, "--device=cpu") == ["sampler Bad.length(0) is 24.0, and no whole number"]
 
 
 def test_an_epoch_without_a_step_is_refused() -> None:

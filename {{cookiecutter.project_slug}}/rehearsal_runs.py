@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
@@ -30,6 +32,7 @@ from ddp.data.sampler import ResumableSampler, Shuffled
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state
 from ddp.distributed.tensors import map_tensors, named_leaves, whole
+from ddp.training.ema import plain_attributes
 from ddp.training.meter import Meter, close
 from ddp.training.run import Run
 
@@ -105,7 +108,17 @@ def compared_fields(training: Any) -> dict[str, Any]:
 def narrowest(folder: Path, dtype: str) -> str:
     """The format with the fewest digits among `dtype` and those of the weights of a run."""
     formats = {value.dtype for name, value in torch.load(folder / "step_0.pt").items() if name.startswith("weights.")}
-    return next((name for name in ("bfloat16", "float16") if getattr(torch, name) in formats), dtype)
+    of_loss = (folder / "loss").read_text()  # some libraries compute it in float32, whatever the model has
+    few = f"{of_loss} loss" if (dtype, of_loss) == ("float64", "float32") else dtype
+    return next((name for name in ("bfloat16", "float16") if getattr(torch, name) in formats), few)
+
+
+def unsaved_state(training: Any) -> dict[str, str]:
+    """Digests of what no checkpoint holds, by name: plain attributes of the models, and of what the owner wrote."""
+    fields = {key: field for key, field in vars(training).items() if hasattr(field, "state_dict")}
+    own = [key for key in fields if not type(fields[key]).__module__.startswith(("torch.", "ddp."))]
+    chosen = {key: field for key, field in fields.items() if isinstance(field, torch.nn.Module) or key in own}
+    return {f"{key}.{name}": one for key, field in chosen.items() for name, one in plain_attributes(field).items()}
 
 
 def rehearsed_main(
@@ -145,10 +158,11 @@ def rehearsed_main(
 
 def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
     """Patch a run: killed with SIGKILL in this epoch, counted from 0, after so many of its steps; None: not at all."""
-    resume, advance, log_eval = Run.resume, Run.advance, Run.log_eval
+    resume, advance, log_eval, end_epoch = Run.resume, Run.advance, Run.log_eval, Run.end_epoch
 
     def resume_and_write_names(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
+        run.rehearsed = training
         names = {key: [name for name, _ in each] for key, each in weights_of_optimizers(vars(training)).items()}
         run.ctx.on_main((folder / "names").write_text, json.dumps(names))
 
@@ -173,9 +187,14 @@ def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
         log_eval(run, metrics, loader)
         run.ctx.on_main((folder / f"evaluated_{loader.part}").write_text, json.dumps(metrics, default=float))
 
+    def end_epoch_and_write(run: Any, *arguments: Any) -> None:
+        end_epoch(run, *arguments)
+        run.ctx.on_main((folder / "unsaved").write_text, json.dumps(unsaved_state(run.rehearsed)))
+
     metrics_of = Meter._metrics_of
     patch.multiple(Meter, _metrics_of=metrics_again).start()
-    patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die, log_eval=log_and_write_metrics).start()
+    patch.multiple(Run, resume=resume_and_write_names, advance=advance_and_die).start()
+    patch.multiple(Run, log_eval=log_and_write_metrics, end_epoch=end_epoch_and_write).start()
 
 
 def build_in_float64(build_model: Callable[..., torch.nn.Module], *arguments: Any) -> torch.nn.Module:
@@ -186,10 +205,17 @@ def build_in_float64(build_model: Callable[..., torch.nn.Module], *arguments: An
     return model
 
 
+def has_spectral_norm(part: torch.nn.Module) -> bool:
+    """Whether each of its passes in training mode improves the estimate of a norm."""
+    return isinstance(part, _SpectralNorm) or any(
+        isinstance(each, SpectralNorm) for each in part._forward_pre_hooks.values()
+    )
+
+
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     """Patch a run that saves its state at the start, after a step, and after each of two epochs, and ends.
 
-    plain: without what treats a batch as a whole by design: statistics of BatchNorm, random numbers, `mix`.
+    plain: without what depends on the division by design: state of BatchNorm and spectral norm, random numbers, `mix`.
     """
     torch.set_default_dtype(getattr(torch, dtype))
     if dtype == "float64":
@@ -204,12 +230,16 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         resume(run, train_loader, training)
         run.compared = compared_fields(training)
         models = [field for field in run.compared.values() if isinstance(field, torch.nn.Module)]
-        norms = [part for model in models for part in model.modules() if isinstance(part, _NormBase)]
-        by_design.update({"BatchNorm": bool(norms), "mix": type(train_loader.hooks).mix is not BatchDataset.mix})
+        parts = [part for model in models for part in model.modules()]
+        norms: dict[str, list[torch.nn.Module]] = {}
+        norms["BatchNorm"] = [part for part in parts if isinstance(part, _NormBase)]
+        norms["spectral norm"] = [part for part in parts if has_spectral_norm(part)]
+        by_design.update({name: bool(found) for name, found in norms.items()})
+        by_design.update(mix=type(train_loader.hooks).mix is not BatchDataset.mix)
         write(run)
         if plain:
             patch.multiple(type(train_loader.hooks), mix=BatchDataset.mix).start()
-            for norm in norms:
+            for norm in chain(*norms.values()):
                 patch.object(norm.eval(), "train", lambda mode=True, norm=norm: norm).start()
             constants.__enter__()
 
@@ -222,6 +252,14 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         if complete and run.state.epoch == 1:
             os._exit(0)
 
+    compute_loss = task.compute_loss
+
+    def compute_and_note(*arguments: Any, **named: Any) -> Any:
+        loss = compute_loss(*arguments, **named)
+        (folder / "loss").write_text(str(getattr(loss, "dtype", "")).removeprefix("torch."))
+        return loss
+
+    patch.multiple(task, compute_loss=compute_and_note).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch_reading(getattr(torch, dtype), constants)
     if getattr(task, "LOSS_COMPARES_SAMPLES", False):

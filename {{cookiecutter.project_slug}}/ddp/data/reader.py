@@ -3,7 +3,8 @@
 import pickle
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -38,12 +39,15 @@ class SeededReader(Dataset):
             if several not in (None, BatchDataset, one) and one and issubclass(one, several):
                 remedy = "override __getitems__, which is called in its place"
                 raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
+        # As in a worker: the number of threads changes the last digit of a sum.
+        self.on_one_thread = get_worker_info() is None and (self.one_by_one or not hooks_of(dataset).in_memory)
         self.drawn_at_first: int | None = 0  # samples that were drawn when first read; None: the checks are done
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         indices = list(indices)
-        with keep_random_state():
+        with keep_random_state(), one_thread() if self.on_one_thread else nullcontext():
             read: list[Any] = []
+            is_first = self.drawn_at_first is not None
             for index in indices:  # in each worker
                 if self.drawn_at_first is None:
                     break
@@ -55,6 +59,8 @@ class SeededReader(Dataset):
             if self.one_by_one and not all(same(*pair) for pair in read) and len(indices) > 1:
                 remedy = "return a copy of what you use again"
                 raise UsageError(f"dataset {self.name} changes a sample when it reads the next one: {remedy}")
+            if is_first and self.one_by_one and not same(batch[:1], self._read(indices[:1])):
+                raise self._two_samples(indices[0])  # it depends on those that were read before
             return self._collate(batch, indices) if isinstance(batch, list) else batch
 
     def _check(self, index: int, read: list[Any]) -> bool:
@@ -68,14 +74,17 @@ class SeededReader(Dataset):
         # Other random numbers in between: an augmentation in place changes what the data set keeps.
         again = [self._read([index], seed) for seed in ((0, 1, 0) if self.one_by_one else (1,))][::2]
         if not (all(same(first, each) for each in again) and same(tensors, copies)):
-            raise UsageError(
-                f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
-                "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
-                "torch.initial_seed(); change a copy of what you keep; let a stream read by index, and each worker "
-                "open its own connection, as docs/data.md does"
-            )
+            raise self._two_samples(index)
         read += zip(tensors, copies, strict=True)
         return self.one_by_one and next_numbers != _draw()
+
+    def _two_samples(self, index: int) -> UsageError:
+        return UsageError(
+            f"dataset {self.name} returned two different samples for index {index}: draw random numbers in "
+            "__getitem__, from random, numpy.random or torch, or from a generator that each call seeds with "
+            "torch.initial_seed(); change a copy of what you keep; let a stream read by index, and each worker "
+            "open its own connection, as docs/data.md does"
+        )
 
     def _read(self, indices: list[int], seed: int = 0) -> Any:
         """A list of samples, each with its own seed; or what __getitems__ returns, which must not depend on `seed`.
@@ -162,6 +171,17 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread in the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _draw() -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import numpy
@@ -74,7 +75,12 @@ class ResumableSampler(DistributedSampler):
     def __init__(self, dataset: Dataset, rank: int, world_size: int, global_batch: int, order: Any) -> None:
         super().__init__(dataset, world_size, rank)
         self.order, self.global_batch, self.samples_consumed = order, global_batch, 0
-        self.length = self.first_length = cache(order.length)  # of an epoch; asked for in each step
+        self.length = self.first_length = cache(self._length)  # of an epoch; asked for in each step
+
+    def _length(self, epoch: int) -> int:
+        if not isinstance(length := self.order.length(epoch), Integral):
+            raise UsageError(f"sampler {type(self.order).__name__}.length({epoch}) is {length!r}, and no whole number")
+        return int(length)
 
     def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
         """Optimizer steps until the end of the epoch."""

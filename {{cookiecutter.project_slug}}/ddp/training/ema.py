@@ -14,7 +14,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp.data.dataset import attributes
-from ddp.distributed.tensors import local
+from ddp.distributed.tensors import digest, leaves, local
 from ddp.training.wrapping import is_batch_norm
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class ModelEma:
         self.rounded = [name for name, average in self.averages.items() if average is not tensors[name]]
         base = torch.nn.Module.get_extra_state
         self.with_extra_state = [name for name, part in model.named_modules() if type(part).get_extra_state != base]
-        self.model, self.plain = model, _plain_attributes(model)
+        self.model, self.plain = model, plain_attributes(model)
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
@@ -65,9 +65,9 @@ class ModelEma:
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
-        now = _plain_attributes(self.model)
+        now = plain_attributes(self.model)
         for name in [name for name, value in self.plain.items() if now.get(name, value) != value][:1]:
-            change = f"{name} of the model was {self.plain[name]}, is {now[name]}; its average keeps the first value"
+            change = f"{name} of the model has changed; its average keeps the first value"
             log.info(f"warning: --ema: {change}: make it a buffer, if it is used in an evaluation")  # on rank 0
             self.plain = {}  # once
         state, tensors = self.module.state_dict(keep_vars=True), _tensors_of(self.module)
@@ -126,14 +126,21 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
         left += attributes(each).values()
 
 
-def _plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """Numbers and strings that no checkpoint holds, by name."""
+def plain_attributes(owner: Any) -> dict[str, str]:
+    """Digests of the attributes that no checkpoint holds, by name: numbers, strings, tensors, and lists of them."""
+    parts = owner.named_modules() if isinstance(owner, torch.nn.Module) else [("", owner)]
     return {
-        f"{prefix}.{name}".strip("."): value
-        for prefix, part in model.named_modules()
+        f"{prefix}.{name}".strip("."): digest(value)
+        for prefix, part in parts
         for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str) and name != "training"
+        if name not in OF_TORCH and all(map(_is_plain, leaves(value)))
     }
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:  # a loss of the last batch is no state
+        return value.layout == torch.strided and not (value.is_nested or value.is_meta or value.requires_grad)
+    return isinstance(value, bool | int | float | str)
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -216,7 +216,7 @@ class Run:
         self.run_log.log_epoch(self.meter.take_epoch(complete), metrics, val_loader.length)
         state.evaluated_step = state.step
         for schedule in self.schedules if complete else ():
-            schedule.end_epoch(metrics)
+            schedule.finish_epoch(metrics)
         if complete:
             state.epoch, state.samples_consumed = state.epoch + 1, 0
             state.logged_step = state.epoch_start = state.step

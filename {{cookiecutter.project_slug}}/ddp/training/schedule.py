@@ -5,6 +5,7 @@ Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, h
 Cosine: Loshchilov and Hutter, SGDR, 2017, https://arxiv.org/abs/1608.03983.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ import torch
 from ddp.core.errors import UsageError
 from ddp.distributed.tensors import leaves
 
+log = logging.getLogger(__name__)
 REMEDY = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
 REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
 
@@ -24,7 +26,7 @@ class Schedule:
     """Sets the learning rate of `optimizer` from --lr, --lr-schedule, --warmup-epochs, --epochs and --scale-lr."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any, global_batch: int) -> None:
-        self.optimizer, self.config, self.lr = optimizer, config, 0.0
+        self.optimizer, self.config, self.lr, self._warned = optimizer, config, 0.0, False
         self.peak = config.lr * (global_batch / REFERENCE_BATCH if config.scale_lr else 1)
         # Groups of weights may have their own rates: as `lr`, or as a factor `lr_scale` (timm's layer decay).
         if any(group.get("lr") is None for group in optimizer.param_groups):
@@ -34,19 +36,20 @@ class Schedule:
         own = base is not None and [group for group in optimizer.param_groups if group["lr"] != base]
         if own and any(group.get("lr_scale", 1.0) != 1 for group in own):
             raise UsageError("a group of weights has its own `lr` and an `lr_scale`, which multiplies it: give it one")
-        self.start = self._rates()  # before the first step of this process
-        self.given: list[Any] = []  # by `set`, to each group
-        self.used: list[Any] = []  # by the optimizer's last step
+        self._start = self._rates()  # before the first step of this process
+        self._given: list[Any] = []  # by `set`, to each group
+        self._used: list[Any] = []  # by the optimizer's last step
         try:
-            optimizer.register_step_pre_hook(lambda *_: vars(self).update(used=self._rates()))
+            optimizer.register_step_pre_hook(lambda *_: vars(self).update(_used=self._rates()))
         except AttributeError as error:
             remedy = "call super().__init__(params, defaults) in its __init__"
             raise UsageError(f"{type(optimizer).__name__} is no complete torch.optim.Optimizer: {remedy}") from error
         inner = [each for each in leaves(vars(optimizer)) if isinstance(each, torch.optim.Optimizer)]  # as of Lookahead
-        self.inner = [(each, self._same_rates(each)) for each in inner]
-        for each, same in self.inner:
+        self._inner = [(each, self._same_rates(each)) for each in inner]
+        for each, same in self._inner:
             with suppress(AttributeError):  # it lacks super().__init__, and so the hooks
                 each.register_step_pre_hook(partial(self._check_reaches, same))
+        self._names = {*vars(self), "_names"}  # not those of a subclass
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -54,7 +57,7 @@ class Schedule:
     @property
     def last_lr(self) -> float:
         """The highest rate of the optimizer's last step; before it, that of `set`."""
-        return float(max(self.used)) if self.used else self.lr
+        return float(max(self._used)) if self._used else self.lr
 
     def _rates_in(self, inner: torch.optim.Optimizer) -> Iterator[tuple[Any, Any]]:
         """The rate of each group in `inner`, and the rate that its weights have here, or else the first group."""
@@ -84,9 +87,26 @@ class Schedule:
 
     def resume(self) -> None:
         """The optimizer has the rates of a checkpoint."""
-        self.start = self._rates()
-        for inner, same in self.inner:
+        self._start = self._rates()
+        for inner, same in self._inner:
             same.update(self._same_rates(inner))
+
+    def finish_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Call `end_epoch`. Warn of what it has changed if no checkpoint holds it."""
+        before = self._own_state()
+        self.end_epoch(metrics)
+        if type(self).set is not Schedule.set:  # it may keep the rates that `end_epoch` has set
+            self._given = self._rates()
+        changed = [name for name, value in self._own_state().items() if value != before.get(name)]
+        if changed and type(self).state_dict is Schedule.state_dict and not self._warned:
+            self._warned = True
+            remedy = "write state_dict() and load_state_dict(), as 'A schedule of your own' in docs/recipes.md does"
+            log.info(f"warning: {type(self).__name__}.end_epoch changes {changed[0]}, which is not saved: {remedy}")
+
+    def _own_state(self) -> dict[str, str]:
+        """What a subclass has added, also the states of schedulers of torch."""
+        own = {name: value for name, value in vars(self).items() if name not in self._names}
+        return {name: repr(getattr(value, "state_dict", lambda value=value: value)()) for name, value in own.items()}
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
@@ -97,13 +117,13 @@ class Schedule:
         if len(now) != len(self.ratios) and not replaced:
             remedy = "add all groups in build_optimizer; the rate of one may be 0 at first, as in docs/recipes.md"
             raise UsageError(f"the optimizer had {len(self.ratios)} groups of weights, has {len(now)}: {remedy}")
-        start, self.start = [] if replaced else self.start, []
-        if any(rate not in pair for rate, *pair in zip(now, self.used or start, self.given or start, strict=False)):
+        start, self._start = [] if replaced else self._start, []
+        if any(rate not in pair for rate, *pair in zip(now, self._used or start, self._given or start, strict=False)):
             reason = "the learning rate was set between two steps, and the schedule sets it before the next one"
             remedy = "set it just before optimizer.step(), or in a Schedule of your own, as docs/recipes.md does"
             raise UsageError(f"{reason}: {remedy}")
         self.set(epochs_done)
-        self.given = self._rates()
+        self._given = self._rates()
 
     def set(self, epochs_done: float) -> None:
         """Set the learning rate for a step whose middle is at `epochs_done`, in epochs from the start of the run."""

@@ -66,7 +66,8 @@ def choose_algorithms(config: RunConfig) -> None:
     """
     warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")  # torch 2.9 prints it here
     torch.set_float32_matmul_precision(config.matmul_precision)
-    torch.backends.cudnn.benchmark = not config.deterministic  # try all algorithms for each new shape, keep the fastest
+    reproducible = config.deterministic or torch.backends.cudnn.deterministic  # which model.py may set
+    torch.backends.cudnn.benchmark = not reproducible  # try all algorithms for each new shape, keep the fastest
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -188,7 +189,8 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
             remedy = "use them in forward(), remove them, or freeze them with requires_grad_(False)"
             remedy += "; a checkpoint() around them needs use_reentrant=False"
             if ddp_model is not None:
-                remedy += "; if they are used in some steps only, write FIND_UNUSED_PARAMETERS = True in model.py"
+                remedy += "; if they are used in some steps only, or you set `grad = None` to leave them out of a step"
+                remedy += ", write FIND_UNUSED_PARAMETERS = True in model.py"
             raise UsageError(f"the loss does not depend on {', '.join(missing)}: {remedy}")
         for weight in weights if ddp_model is None else ():
             del unchecked[id(weight)]
