@@ -430,6 +430,14 @@ def test_a_metric_with_a_name_that_each_line_has_is_refused(
     assert f"error: compute_metrics returns '{name}', and metrics.jsonl has that already: rename it\n" in output
 
 
+def test_a_metric_that_is_no_number_is_not_the_best(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main.task, "metric_for_best_model", lambda metrics: math.nan)
+    output = train(1, "--dataset", "synthetic", "--epochs", 1, "--batch-size", 32, "--output-dir", tmp_path)
+    assert "  val  loss " in output and "val (best)" not in output, output
+
+
 def test_a_line_covers_one_epoch_only(small: None, tmp_path: Path) -> None:
     """Epochs have 20 steps. A mean that includes the previous epoch would look worse than the evaluation before it."""
     options = ["--dataset", "synthetic", "--epochs", 2, "--batch-size", 32, "--output-dir", tmp_path]

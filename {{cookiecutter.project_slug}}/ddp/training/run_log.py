@@ -245,7 +245,8 @@ class RunLog:
             self._write(epoch, state.step, "train_epoch", train_metrics, first_step=state.epoch_start + 1, **gpu)
         if metrics:
             self._write(epoch, state.step, "val", metrics, count=count)
-            shown += ["val (best)" if state.best_step == state.step else "val", format_metrics(metrics)]
+            best = state.best_step == state.step and not math.isnan(state.best or 0.0)
+            shown += ["val (best)" if best else "val", format_metrics(metrics)]
         if self.logged_moment.step > self.epoch_moment.step:
             rates = self.epoch_moment.rates(self.logged_moment, self.loader.global_batch)
             shown.append(f"{rates['samples_per_s']:,.0f} samples/s")
