@@ -26,7 +26,7 @@ import main
 import model
 from ddp.data import samples
 from ddp.data.dataset import Datasets
-from ddp.data.inherited import file_positions
+from ddp.data.inherited import SHARED_CONNECTION, connections, file_positions, leave_connections
 from ddp.data.loader import EvalLoader
 from ddp.data.workers import Workers
 from ddp.training.run import Run
@@ -385,6 +385,25 @@ def test_a_connection_that_workers_would_share_ends_the_run(
     errors = [line for line in ranks.output().splitlines() if "error: " in line]
     expected = "error: a connection was opened before the DataLoader workers, which cannot share it: open it in __get"
     assert len(errors) == (1 if code else 0) and all(expected in error for error in errors), ranks.output()
+
+
+def test_a_connection_that_a_worker_has_left_is_no_stream_that_ends() -> None:
+    """A thread of the rank may wait for it meanwhile: it stays one that blocks."""
+
+    def uses(_: Any) -> list[bool]:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+            socket.setdefaulttimeout(30)
+            number, found = client.fileno(), connections()
+            leave = {number: found[number]}
+            matches = [os.get_blocking(number), socket.getdefaulttimeout() == 30]
+            leave_connections(leave)
+            for use in (lambda: client.recv(1), lambda: client.send(b"x"), lambda: os.read(number, 1)):
+                with pytest.raises(OSError) as error:
+                    use()
+                matches.append(bool(SHARED_CONNECTION.search(str(error.value))))
+            return matches
+
+    assert on_ranks(1, uses) == [[True] * 5]
 
 
 def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(tmp_path: Path) -> None:

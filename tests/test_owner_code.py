@@ -805,6 +805,8 @@ def test_an_average_that_lacks_a_plain_attribute_says_so_once(
 def test_the_loss_of_a_batch_is_no_plain_attribute_of_an_average(caplog: pytest.LogCaptureFixture) -> None:
     network = nn.Sequential(Scaled(1.0))
     network[0].auxiliary_loss = torch.zeros(())
+    network[0].itself = [1.0]
+    network[0].itself.append(network[0].itself)  # nor is what leads back to itself
     average = ModelEma(network, 0.5)
     network[0].auxiliary_loss = network[0].inner.weight.sum()
     with caplog.at_level("INFO"):

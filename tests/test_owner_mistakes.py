@@ -284,6 +284,44 @@ def test_a_schedule_may_keep_the_rates_that_it_sets_at_the_end_of_an_epoch(
     assert [line["lr"] for line in lines(tmp_path, "train")] == [0.03, 0.015, 0.0075]
 
 
+class OneChange(Schedule):
+    """`end_epoch` does what `change` does."""
+
+    change: Any = None
+
+    def __init__(self, *given: Any) -> None:
+        self._early, self.kind = 0, ReduceLROnPlateau  # before the attributes of Schedule
+        super().__init__(*given)
+        self.plateaus = [ReduceLROnPlateau(self.optimizer)]
+        self.own, self.array = SimpleNamespace(best=0), np.zeros(2000)
+
+    def end_epoch(self, metrics: Any) -> None:
+        type(self).change(self)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "": lambda schedule: None,
+    "_early": lambda schedule: vars(schedule).update(_early=1),
+    "peak": lambda schedule: vars(schedule).update(peak=schedule.peak / 2),
+    "plateaus": lambda schedule: schedule.plateaus[0].step(1.0),
+    "own": lambda schedule: vars(schedule.own).update(best=1),
+    "array": lambda schedule: schedule.array.__setitem__(1000, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_end_of_an_epoch_changes_is_named_if_no_checkpoint_holds_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(OneChange, "change", CHANGES[name])
+    schedule = OneChange(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.03), Config.parse([]), 64)
+    with caplog.at_level("INFO"):
+        schedule.finish_epoch({"loss": 1.0})
+        schedule.finish_epoch({"loss": 1.0})
+    expected = [f"warning: OneChange.end_epoch changes {name}, which is not saved: "] if name else []
+    assert [line[: len(expected[0])] for line in caplog.messages] == expected
+
+
 def test_a_step_without_a_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None would mean that there are no gradients: no step would be taken."""
     last = "    return mean.finish(training.model)\n"

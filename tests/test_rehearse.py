@@ -724,6 +724,17 @@ def test_a_loss_in_float32_is_compared_with_its_digits(tmp_path: Path, monkeypat
         assert found.keys() == names and [not each for each in found.values()] == [is_right] * 2, found
 
 
+@pytest.mark.parametrize("steps", [2, 3, 8])
+def test_the_second_kill_resumes_from_the_end_of_an_epoch(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_model(Small)(monkeypatch)
+    checks = rehearsal(tmp_path, nproc=1, steps=steps).checks()
+    assert [next(checks)[1], next(checks)[0]] == [[], RESUMED]
+    resumed = re.findall(r"resuming from \S*/step_0*(\d+)", (tmp_path / "killed" / "output").read_text())
+    assert int(resumed[steps > 3]) == steps and len(resumed) == 2 + (steps > 3), resumed
+
+
 class Waiting(Schedule):
     """A tenth of the rate from the third epoch on, because it has counted."""
 
@@ -743,7 +754,7 @@ def test_state_that_a_later_epoch_needs_is_named_and_found_with_more_epochs(
     with_model(Small)(monkeypatch)
     monkeypatch.setattr(main, "Schedule", Waiting)
     names = [name for name, found, _ in rehearsal(tmp_path / "two", nproc=1).checks() if not found]
-    assert f"{RESUMED} (but schedule.waited differs, which no checkpoint holds: is it used later?)" in names
+    assert f"{RESUMED} (but schedule.waited differ, which no checkpoint holds: are they used later?)" in names
     printed = (tmp_path / "two" / "whole" / "output").read_text()
     assert printed.count("warning: Waiting.end_epoch changes waited, which is not saved: write state_dict() and ") == 1
     found = rehearsed(tmp_path / "four", nproc=1, epochs=4)

@@ -251,6 +251,9 @@ def test_a_length_that_is_no_whole_number_is_refused() -> None:
         return str(error.value)
 
     assert on_ranks(1, raised, "--device=cpu") == ["sampler Bad.length(0) is 24.0, and no whole number"]
+    four = options("--batch-size", 4)
+    steps = lambda ctx: [*TrainLoader(Numbers(30), four, ctx, Bad(list, torch.tensor(24))).steps(0)]  # noqa: E731
+    assert on_ranks(1, lambda ctx: len(steps(ctx)), "--device=cpu") == [6]
 
 
 def test_an_epoch_without_a_step_is_refused() -> None:

@@ -108,7 +108,8 @@ def compared_fields(training: Any) -> dict[str, Any]:
 def narrowest(folder: Path, dtype: str) -> str:
     """The format with the fewest digits among `dtype` and those of the weights of a run."""
     formats = {value.dtype for name, value in torch.load(folder / "step_0.pt").items() if name.startswith("weights.")}
-    of_loss = (folder / "loss").read_text()  # some libraries compute it in float32, whatever the model has
+    noted = folder / "loss"  # which some libraries compute in float32, whatever the model has
+    of_loss = noted.read_text() if noted.exists() else dtype
     few = f"{of_loss} loss" if (dtype, of_loss) == ("float64", "float32") else dtype
     return next((name for name in ("bfloat16", "float16") if getattr(torch, name) in formats), few)
 
@@ -167,11 +168,11 @@ def whole_run(killed_at: tuple[int, int] | None, folder: Path) -> None:
         run.ctx.on_main((folder / "names").write_text, json.dumps(names))
 
     def advance_and_die(run: Any) -> None:
-        advance(run)
         (epoch, steps), length = killed_at or (0, 0), run.run_log.steps_per_epoch
-        if run.state.step == epoch * length + min(steps, length):
+        if run.state.step + 1 == epoch * length + min(steps, length):  # before `advance` saves it
             run.checkpoints.writer.done.wait()
             os.kill(os.getpid(), signal.SIGKILL)
+        advance(run)
 
     def metrics_again(meter: Any, totals: Any) -> Any:
         with keep_random_state():
@@ -252,14 +253,15 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         if complete and run.state.epoch == 1:
             os._exit(0)
 
-    compute_loss = task.compute_loss
+    compute_loss: Any = getattr(task, "compute_loss", None)  # main.py may have its own
 
     def compute_and_note(*arguments: Any, **named: Any) -> Any:
         loss = compute_loss(*arguments, **named)
         (folder / "loss").write_text(str(getattr(loss, "dtype", "")).removeprefix("torch."))
         return loss
 
-    patch.multiple(task, compute_loss=compute_and_note).start()
+    if compute_loss is not None:
+        patch.multiple(task, compute_loss=compute_and_note).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch_reading(getattr(torch, dtype), constants)
     if getattr(task, "LOSS_COMPARES_SAMPLES", False):

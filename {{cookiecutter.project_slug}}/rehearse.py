@@ -120,11 +120,10 @@ class Rehearsal:
         resumed = self.run("killed", partial(whole_run, None))
         before, after = (json.loads((each / "unsaved").read_text()) for each in (whole, resumed))
         unsaved = [name for name, value in before.items() if after.get(name) != value]
-        found = differences(whole, resumed, names)
-        but = (
-            "" if found or not unsaved else f" (but {unsaved[0]} differs, which no checkpoint holds: is it used later?)"
-        )
-        yield f"killed three times and resumed{but}", found, RESUME
+        name, found = "killed three times and resumed", differences(whole, resumed, names)
+        if unsaved and not found:
+            name += f" (but {', '.join(unsaved[:3])} differ, which no checkpoint holds: are they used later?)"
+        yield name, found, RESUME
         with_workers = self.run("with_workers", partial(whole_run, None), workers=2)
         yield "0 and 2 DataLoader workers", differences(whole, with_workers, names), RESUME
         yield "samples read by 2 DataLoader workers and this process at once", self.shared_files(), SHARE

@@ -2,13 +2,15 @@
 
 import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SHARED_CONNECTION = os.strerror(errno.ENOTSOCK)
+# What an error in a worker says then, of recv() and of read()
+SHARED_CONNECTION = re.compile(rf"{os.strerror(errno.ENOTSOCK)}|\] {os.strerror(errno.EISDIR)}$", re.MULTILINE)
 
 
 def file_positions() -> dict[str, tuple[int, int, int]]:
@@ -35,13 +37,22 @@ def connections() -> dict[int, str]:
     found = {}
     for number in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
         with suppress(OSError):  # it was closed meanwhile, or has no peer
-            if (target := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
-                blocking = os.get_blocking(number)
-                with socket.socket(fileno=os.dup(number)) as copy:
-                    os.set_blocking(number, blocking)  # which socket.setdefaulttimeout() may have changed
+            if number > 2 and (target := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
+                with _no_default_timeout(), socket.socket(fileno=os.dup(number)) as copy:
                     if copy.type == socket.SOCK_STREAM and isinstance(copy.getpeername(), tuple):  # not AF_UNIX
                         found[number] = target
     return found
+
+
+@contextmanager
+def _no_default_timeout() -> Iterator[None]:
+    """Otherwise Python would let the connection, which a thread may wait for, not block any more."""
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(timeout)
 
 
 def leave_connections(inherited: Mapping[int, str]) -> None:
@@ -49,11 +60,12 @@ def leave_connections(inherited: Mapping[int, str]) -> None:
 
     Otherwise a process could read the answer to another one. A client that opens a new connection then is right.
     """
-    with open(os.devnull) as none:
-        for number, target in inherited.items():
-            with suppress(OSError):  # a hook of os.fork has closed it
-                if os.readlink(f"/proc/self/fd/{number}") == target:
-                    os.dup2(none.fileno(), number, inheritable=False)
+    instead = os.open("/", os.O_RDONLY)  # no end of a stream: neither recv() nor read() works
+    for number, target in inherited.items():
+        with suppress(OSError):  # a hook of os.fork has closed it
+            if os.readlink(f"/proc/self/fd/{number}") == target:
+                os.dup2(instead, number, inheritable=False)
+    os.close(instead)
 
 
 @contextmanager

@@ -39,13 +39,14 @@ class SeededReader(Dataset):
             if several not in (None, BatchDataset, one) and one and issubclass(one, several):
                 remedy = "override __getitems__, which is called in its place"
                 raise UsageError(f"dataset {self.name}: __getitem__ of {one.__name__} would be ignored: {remedy}")
-        # As in a worker: the number of threads changes the last digit of a sum.
-        self.on_one_thread = get_worker_info() is None and (self.one_by_one or not hooks_of(dataset).in_memory)
+        self.on_one_thread = self.one_by_one or not hooks_of(dataset).in_memory
         self.drawn_at_first: int | None = 0  # samples that were drawn when first read; None: the checks are done
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         indices = list(indices)
-        with keep_random_state(), one_thread() if self.on_one_thread else nullcontext():
+        # As in a worker: the number of threads changes the last digit of a sum.
+        alone = self.on_one_thread and get_worker_info() is None
+        with keep_random_state(), one_thread() if alone else nullcontext():
             read: list[Any] = []
             is_first = self.drawn_at_first is not None
             for index in indices:  # in each worker

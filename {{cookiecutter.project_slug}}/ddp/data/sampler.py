@@ -1,8 +1,8 @@
 """Which training samples each rank gets, from any position in an epoch."""
 
+import operator
 from collections.abc import Iterator
 from functools import cache
-from numbers import Integral
 from typing import Any
 
 import numpy
@@ -78,9 +78,12 @@ class ResumableSampler(DistributedSampler):
         self.length = self.first_length = cache(self._length)  # of an epoch; asked for in each step
 
     def _length(self, epoch: int) -> int:
-        if not isinstance(length := self.order.length(epoch), Integral):
-            raise UsageError(f"sampler {type(self.order).__name__}.length({epoch}) is {length!r}, and no whole number")
-        return int(length)
+        length = self.order.length(epoch)
+        try:
+            return operator.index(length)
+        except TypeError as error:
+            what = f"sampler {type(self.order).__name__}.length({epoch}) is {length!r}, and no whole number"
+            raise UsageError(what) from error
 
     def steps_left(self, epoch: int, samples_consumed: int = 0) -> int:
         """Optimizer steps until the end of the epoch."""

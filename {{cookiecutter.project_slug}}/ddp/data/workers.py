@@ -166,7 +166,7 @@ class DataWait:
         except Exception as error:
             if "DataLoader worker" in str(error):  # what it has read may be damaged
                 self._refuse_shared_file(error)
-            if SHARED_CONNECTION in str(error):
+            if self.workers.pids and SHARED_CONNECTION.search(str(error)):
                 reason = "a connection was opened before the DataLoader workers, which cannot share it"
                 raise UsageError(f"{reason}: open it in __getitem__, once per process: see docs/data.md") from error
             raise

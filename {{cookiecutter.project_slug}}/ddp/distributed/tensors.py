@@ -91,7 +91,7 @@ def digest(state: Any) -> str:
         if isinstance(part, torch.Tensor):
             result.update(f"{keys}{part.dtype}{tuple(part.shape)}".encode())
             if not is_split(part):  # the ranks have different rows
-                result.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                result.update(part.detach().resolve_conj().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
             result.update(f"{keys}{part!r}".encode())
     return result.hexdigest()

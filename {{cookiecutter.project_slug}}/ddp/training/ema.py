@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ddp.distributed.tensors import digest, leaves, local
 from ddp.training.wrapping import is_batch_norm
 
 log = logging.getLogger(__name__)
+MANY = 10_000  # numbers in an attribute, which would take long to compare
 PLAIN = (int, float, str, bytes, NoneType, type, ModuleType)
 OF_TORCH = {*vars(torch.nn.Module()), "_compiled_call_impl"} - {"_forward_hooks", "_forward_pre_hooks"}
 
@@ -128,13 +129,14 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
 
 def plain_attributes(owner: Any) -> dict[str, str]:
     """Digests of the attributes that no checkpoint holds, by name: numbers, strings, tensors, and lists of them."""
-    parts = owner.named_modules() if isinstance(owner, torch.nn.Module) else [("", owner)]
-    return {
-        f"{prefix}.{name}".strip("."): digest(value)
-        for prefix, part in parts
-        for name, value in vars(part).items()
-        if name not in OF_TORCH and all(map(_is_plain, leaves(value)))
-    }
+    found = {}
+    for prefix, part in owner.named_modules() if isinstance(owner, torch.nn.Module) else [("", owner)]:
+        for name, value in attributes(part).items():
+            with suppress(Exception):  # it leads back to itself, for example
+                few = name not in OF_TORCH and [*islice(leaves(value), MANY)]
+                if few and len(few) < MANY and all(map(_is_plain, few)):
+                    found[f"{prefix}.{name}".strip(".")] = digest(value)
+    return found
 
 
 def _is_plain(value: Any) -> bool:

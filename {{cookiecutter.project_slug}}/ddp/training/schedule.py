@@ -12,13 +12,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from ddp.core.errors import UsageError
-from ddp.distributed.tensors import leaves
+from ddp.data.dataset import attributes
+from ddp.distributed.tensors import digest, leaves
 
 log = logging.getLogger(__name__)
 REMEDY = "subclass Schedule instead, as 'A schedule of your own' in docs/recipes.md does"
+NO_STATE = ("optimizer", "config", "lr", "_start", "_given", "_used", "_inner", "_warned")  # or saved elsewhere
 REFERENCE_BATCH = 64  # --lr is for this global batch; --scale-lr scales it to another
 
 
@@ -49,7 +52,6 @@ class Schedule:
         for each, same in self._inner:
             with suppress(AttributeError):  # it lacks super().__init__, and so the hooks
                 each.register_step_pre_hook(partial(self._check_reaches, same))
-        self._names = {*vars(self), "_names"}  # not those of a subclass
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -93,20 +95,25 @@ class Schedule:
 
     def finish_epoch(self, metrics: Mapping[str, float]) -> None:
         """Call `end_epoch`. Warn of what it has changed if no checkpoint holds it."""
-        before = self._own_state()
+        is_saved = self._warned or type(self).state_dict is not Schedule.state_dict
+        before = {} if is_saved else self._unsaved()
         self.end_epoch(metrics)
         if type(self).set is not Schedule.set:  # it may keep the rates that `end_epoch` has set
             self._given = self._rates()
-        changed = [name for name, value in self._own_state().items() if value != before.get(name)]
-        if changed and type(self).state_dict is Schedule.state_dict and not self._warned:
+        changed = [name for name, value in ({} if is_saved else self._unsaved()).items() if value != before.get(name)]
+        if changed:
             self._warned = True
             remedy = "write state_dict() and load_state_dict(), as 'A schedule of your own' in docs/recipes.md does"
             log.info(f"warning: {type(self).__name__}.end_epoch changes {changed[0]}, which is not saved: {remedy}")
 
-    def _own_state(self) -> dict[str, str]:
-        """What a subclass has added, also the states of schedulers of torch."""
-        own = {name: value for name, value in vars(self).items() if name not in self._names}
-        return {name: repr(getattr(value, "state_dict", lambda value=value: value)()) for name, value in own.items()}
+    def _unsaved(self) -> dict[str, str]:
+        """Digests of the attributes that `state_dict` leaves out, also of the states of schedulers of torch."""
+        found = {}
+        for name, value in vars(self).items():
+            if name not in NO_STATE:
+                with suppress(Exception):  # it has no state that can be compared
+                    found[name] = digest(_state_of(value))
+        return found
 
     def start_step(self, epochs_done: float) -> None:
         """Call `set`. Raises UsageError if something else has set a rate since the last step: no step would use it."""
@@ -150,3 +157,13 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.lr = state["lr"]
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_state_of(each) for each in value]
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    return attributes(value) if type(value).__repr__ is object.__repr__ else value
