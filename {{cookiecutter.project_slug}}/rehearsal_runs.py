@@ -206,11 +206,28 @@ def build_in_float64(build_model: Callable[..., torch.nn.Module], *arguments: An
     return model
 
 
-def has_spectral_norm(part: torch.nn.Module) -> bool:
-    """Whether each of its passes in training mode improves the estimate of a norm."""
-    return isinstance(part, _SpectralNorm) or any(
-        isinstance(each, SpectralNorm) for each in part._forward_pre_hooks.values()
-    )
+def norms_in(fields: Mapping[str, Any]) -> dict[str, list[torch.nn.Module]]:
+    """The parts of the models whose state changes in each pass in training mode, by what they are."""
+    models = [field for field in fields.values() if isinstance(field, torch.nn.Module)]
+    parts = [part for model in models for part in model.modules()]
+    old = [part for part in parts if any(isinstance(each, SpectralNorm) for each in part._forward_pre_hooks.values())]
+    return {
+        "BatchNorm": [part for part in parts if isinstance(part, _NormBase)],
+        "spectral norm": [part for part in parts if isinstance(part, _SpectralNorm)] + old,
+    }
+
+
+def note_dtype_of_loss(path: Path) -> None:
+    """Write the dtype of the loss to this file, unless main.py has a loss of its own."""
+    compute_loss: Any = getattr(task, "compute_loss", None)
+
+    def compute(*arguments: Any, **named: Any) -> Any:
+        loss = compute_loss(*arguments, **named)
+        path.write_text(str(getattr(loss, "dtype", "")).removeprefix("torch."))
+        return loss
+
+    if compute_loss is not None:
+        patch.multiple(task, compute_loss=compute).start()
 
 
 def divided_run(dtype: str, plain: bool, folder: Path) -> None:
@@ -230,11 +247,7 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
     def resume_and_write(run: Any, train_loader: Any, training: Any) -> None:
         resume(run, train_loader, training)
         run.compared = compared_fields(training)
-        models = [field for field in run.compared.values() if isinstance(field, torch.nn.Module)]
-        parts = [part for model in models for part in model.modules()]
-        norms: dict[str, list[torch.nn.Module]] = {}
-        norms["BatchNorm"] = [part for part in parts if isinstance(part, _NormBase)]
-        norms["spectral norm"] = [part for part in parts if has_spectral_norm(part)]
+        norms = norms_in(run.compared)
         by_design.update({name: bool(found) for name, found in norms.items()})
         by_design.update(mix=type(train_loader.hooks).mix is not BatchDataset.mix)
         write(run)
@@ -253,17 +266,9 @@ def divided_run(dtype: str, plain: bool, folder: Path) -> None:
         if complete and run.state.epoch == 1:
             os._exit(0)
 
-    compute_loss: Any = getattr(task, "compute_loss", None)  # main.py may have its own
-
-    def compute_and_note(*arguments: Any, **named: Any) -> Any:
-        loss = compute_loss(*arguments, **named)
-        (folder / "loss").write_text(str(getattr(loss, "dtype", "")).removeprefix("torch."))
-        return loss
-
-    if compute_loss is not None:
-        patch.multiple(task, compute_loss=compute_and_note).start()
     patch.multiple(Run, resume=resume_and_write, advance=advance_and_write).start()
     patch_reading(getattr(torch, dtype), constants)
+    note_dtype_of_loss(folder / "loss")
     if getattr(task, "LOSS_COMPARES_SAMPLES", False):
         note_gathers(folder / "gathers")
     init_ddp, views = DistributedDataParallel.__init__, "undivided" not in folder.name  # which a later pass overwrites
