@@ -1,5 +1,5 @@
 # make demo: train a rendered project.  make check: lint, types, fast tests.  make bench: speed.
-# make test: each behaviour once, in 15 to 20 minutes.  make test-all: then all that enumerates, and three versions of torch.
+# make test: each behaviour once, in 10 minutes.  make test-all: then what enumerates or costs most, and three versions of torch.
 # make gpu: what only a GPU can settle.
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -37,8 +37,8 @@ test: $(VENV)/ready
 	$(MAKE) --no-print-directory --jobs --output-sync lint types & checks=$$!; \
 	$(PYTEST) tests '$(TEMPLATE)/tests' $(IN_PARALLEL); code=$$?; wait $$checks && exit $$code
 
-# What enumerates: each state of the disk, each operation, all ports, examples and benchmarks. `make test` has a sample
-# of each; SEED=... chooses another one. The rest follows here.
+# What enumerates: each state of the disk, each operation, all ports, examples and benchmarks; and what costs most while
+# another test proves most of it. `make test` has a sample of many; SEED=... chooses another one. The rest follows here.
 test-all: test
 	@# These wait for longer: a seventh worker.
 	$(PYTEST) tests $(IN_PARALLEL) --left-out --numprocesses 7
