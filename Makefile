@@ -48,7 +48,7 @@ test-all: test
 own-tests: $(VENV)/ready
 	cd '$(TEMPLATE)' && $(abspath $(BIN))/python -m pytest -p no:cacheprovider
 
-# Programs of others, as the task of a rendered project. `make test` runs them too.
+# Programs of others, as the task of a rendered project. `make test-all` runs them too.
 ports: $(VENV)/ready
 	$(PYTEST) tests/ports $(IN_PARALLEL) --all
 
