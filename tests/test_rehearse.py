@@ -198,7 +198,7 @@ class Remembering:
 
 
 class Counting(Dataset):
-    """A dataset that counts the epochs: sample 100 comes once in each. Of sample 0, a run would notice it at once."""
+    """A dataset that counts the epochs: sample 150 comes once in each. In a first batch, a run would notice it."""
 
     classes = tuple("0123456789")
 
@@ -209,7 +209,7 @@ class Counting(Dataset):
         return 256
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.epoch += index == 100
+        self.epoch += index == 150
         generator = torch.Generator().manual_seed(index)
         return torch.randn(3, 32, 32, generator=generator) / (1 + self.epoch), index % 10
 
