@@ -735,7 +735,9 @@ def restart() -> dict[str, Any]:
 """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "6_launch.py"
-        script.write_text(edited("6", (TWO_EPOCHS, (STEP, STEP + fail))), encoding="utf-8")
+        # With DDP, gloo's threads outlive destroy_process_group(). One may abort the interpreter while it ends.
+        end = ('__main__":\n    main()\n', '__main__":\n    main()\n    sys.stdout.flush()\n    os._exit(0)\n')
+        script.write_text(edited("6", (TWO_EPOCHS, (STEP, STEP + fail), end)), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         command += ["--nproc-per-node=2", "--max-restarts=1", script.name]
         # torchrun shares one store between attempts, in which a second attempt would find the addresses of the first.
