@@ -68,7 +68,7 @@ EXIT_THREAD = {"x86_64": 60, "aarch64": 93}  # the number of the system call tha
 
 def run(command: list[Any], **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **LEAN, **environ}
-    return subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def weights(output: Path) -> str:
