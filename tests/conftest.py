@@ -27,6 +27,9 @@ for name in list(os.environ):
     ):
         del os.environ[name]
 
+# torch's store asks a name server for the name of each address that connects. Some do not respond to every question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Several tests run at once: threads that wait for each other must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -52,6 +52,12 @@ class Machine:
         """Plug the cable in (`up`) or out (`down`)."""
         _run("ip", "-n", self.namespace, "link", "set", "eth0", state)
 
+    def lose_name_server(self) -> None:
+        """Let no name server respond: each question to it takes as long as the C library waits."""
+        address = self.address.rpartition(".")[0] + ".250"
+        _run(*f"ip -n {self.namespace} neighbour add {address} lladdr 02:00:00:00:00:fa dev eth0".split())
+        (Path("/etc/netns") / self.namespace / "resolv.conf").write_text(f"nameserver {address}\n")
+
     def limit(self, mbit: int) -> None:
         """Let out no more than this many Mbit/s."""
         rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]

@@ -201,6 +201,20 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(two: list[Machine], pro
         refused_alike([program], "--master-addr gpu77", f"{name} cannot find its address")
 
 
+@pytest.mark.sample(1, "nodes that do not meet")
+@fault(26)
+def test_nodes_meet_although_no_name_server_responds(
+    two: list[Machine], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's store asks it for the name of each address that connects. The workers' own lookups stay as they are."""
+    monkeypatch.delenv("RES_OPTIONS")
+    for machine in two:
+        machine.lose_name_server()
+    do = "meet(); assert 'RES_OPTIONS' not in os.environ"
+    nodes = [node(machine, rank, project, do) for rank, machine in enumerate(two)]
+    assert [program.wait() for program in nodes] == [0, 0], "".join(program.output() for program in nodes)
+
+
 @pytest.mark.sample(2, "refusals of nodes")
 @fault(26)
 def test_node_0_refuses_an_address_that_is_not_its_own(two: list[Machine], project: Path) -> None:

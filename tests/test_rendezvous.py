@@ -420,15 +420,21 @@ def test_nodes_meet_again_after_node_0_was_killed_and_started_again(port: int) -
             node.join().result(180) if node.number == 0 else node.join_again().result(180)
         time.sleep(60)
 
+    def later() -> None:
+        restarted.wait()
+        node_0(1)
+
     context = multiprocessing.get_context("fork")
-    first, other = context.Process(target=node_0, args=(2,)), Node(port, 1, nnodes=2)
+    restarted = context.Event()
+    first, second = context.Process(target=node_0, args=(2,)), context.Process(target=later, daemon=True)
     first.start()
+    second.start()  # a process must not fork while its threads, as those of node 1, hold locks of torch
+    other = Node(port, 1, nnodes=2)
     assert other.join().result(180) == other.join_again().result(180) == [0, 1] and other.number == 2
     first.kill()
     first.join()
-    second = context.Process(target=node_0, args=(1,))
     answer = other.join_again()
-    second.start()
+    restarted.set()
     assert answer.result(180) == [0, 1] and other.number == 1
     second.kill()
     second.join()

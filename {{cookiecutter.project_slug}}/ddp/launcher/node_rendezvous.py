@@ -69,12 +69,25 @@ def run_torchrun(handler: "NodeRendezvous", options: list[str]) -> None:
         logger = logging.getLogger(f"torch.distributed.{name}")
         logger.addHandler(log)
         logger.propagate = "LOGLEVEL" in os.environ  # otherwise none of its messages reaches the console
-    # torchrun asks for the full name of this machine, once for each worker and more. Without a DNS, each takes 10 s.
+    limit_name_lookups()
+    # torchrun asks for the full name of this machine, once for each worker and more.
     socket.getfqdn = lambda name="": name or socket.gethostname()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a worker must not read what is meant for the caller
     elastic.rendezvous_handler_registry.register("ddp", lambda parameters: handler)
     # The handler decides on restarts.
     run.run(run.parse_args(["--rdzv-backend=ddp", "--max-restarts=1000000", *options]))
+
+
+def limit_name_lookups() -> None:
+    """Let this process wait 1 s, instead of 10, for a name server that does not respond.
+
+    torch's store looks up the name of each address that connects to it, one after the other.
+    """
+    if "RES_OPTIONS" not in os.environ:
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+        with suppress(OSError):
+            socket.getnameinfo(("127.0.0.1", 0), 0)  # the C library reads them once, in the first lookup
+        del os.environ["RES_OPTIONS"]  # the workers look up what their owner asks for
 
 
 gpu_count = torch.cuda.device_count
@@ -213,7 +226,13 @@ class NodeRendezvous(elastic.RendezvousHandler):
         if self.port and (problem := port_problem(self.port)):
             problem = problem.replace("another port", "another --master-port for all nodes")
             raise SetupError(f"port {self.port} of {here} {problem}")
-        store = StoreClient(self.host, self.port, is_master=True)
+        try:
+            store = StoreClient(self.host, self.port, is_master=True)
+        except ForeignProgram as error:
+            problem = f"cannot connect to its own store within {CALL_TIMEOUT_S:g} s"
+            raise SetupError(
+                f"{here} {problem}: does a name server respond (time getent hosts {self.host})?"
+            ) from error
         self.port = store.store.port
         self.beat.start()
         return store
@@ -313,11 +332,13 @@ class NodeRendezvous(elastic.RendezvousHandler):
                     store.set(f"{number}/stopped", str(error))
                 raise
 
-    def _resolve(self) -> list[str]:
+    def _resolve(self, tries: int = 10) -> list[str]:
         """The addresses of --master-addr. Raises SetupError if it has none."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
+            if tries > 1 and getattr(error, "errno", None) == socket.EAI_AGAIN:  # see limit_name_lookups
+                return self._resolve(tries - 1)
             why = getattr(error, "strerror", None) or str(error)
             problem = f"{self.own.host} cannot find its address ({why}): check the name, or pass an IP address"
             raise SetupError(f"--master-addr {self.host}: {problem}") from error
