@@ -47,8 +47,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", {**os.environ})
         yield
+    for node in NODES:
+        node.shutdown()
     while NODES:
-        NODES.pop().shutdown()
+        if (beat := NODES.pop().beat).ident is not None:
+            beat.join(3)  # the next test may fork
 
 
 @pytest.fixture
