@@ -344,10 +344,14 @@ def test_a_file_that_workers_share_ends_the_run_at_the_first_batch(
 class Asking(Numbers):
     """Asks a server for each label, on a connection that is opened at once."""
 
-    def __init__(self, address: tuple[str, int], reopens: bool) -> None:
+    def __init__(self, address: Any, reopens: bool) -> None:
         super().__init__(200)
         self.address, self.reopens = address, reopens
-        self.connection = socket.create_connection(address)
+        self.connect()
+
+    def connect(self) -> None:
+        self.connection = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET)
+        self.connection.connect(self.address)
 
     def ask(self, index: int) -> int:
         self.connection.sendall(index.to_bytes(1, "big"))
@@ -359,23 +363,33 @@ class Asking(Numbers):
         except OSError:
             if not self.reopens:
                 raise
-            self.connection = socket.create_connection(self.address)
+            self.connect()
             answer = self.ask(index)
         assert answer == index
         return super().__getitem__(index)
 
 
 @fault(52)
-@pytest.mark.parametrize(("reopens", "workers", "code"), [(False, 2, 2), (True, 2, 0), (False, 0, 0)])
+@pytest.mark.parametrize(
+    ("kind", "reopens", "workers", "code"),
+    [("TCP", False, 2, 2), ("TCP", True, 2, 0), ("TCP", False, 0, 0), ("Unix", False, 2, 2), ("Unix", True, 2, 0)],
+)
 def test_a_connection_that_workers_would_share_ends_the_run(
-    reopens: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, reopens: bool, workers: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+
     class Echo(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             while number := self.request.recv(1):
                 self.request.sendall(number)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+    over_tcp = kind == "TCP"
+    with (
+        socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo)
+        if over_tcp
+        else socketserver.ThreadingUnixStreamServer("answers", Echo)
+    ) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(main, "load_datasets", lambda config: Datasets(Asking(server.server_address, reopens)))
@@ -393,8 +407,10 @@ def test_a_connection_that_a_worker_has_left_is_no_stream_that_ends() -> None:
     def uses(_: Any) -> list[bool]:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
             socket.setdefaulttimeout(30)
-            number, found = client.fileno(), connections()
-            leave = {number: found[number]}
+            torch.multiprocessing.set_sharing_strategy("file_system")
+            shared = torch.zeros(1).share_memory_()  # by a connection to torch's own process, which workers may use
+            number, leave = client.fileno(), connections()
+            assert shared.is_shared() and [*leave] == [number]
             matches = [os.get_blocking(number), socket.getdefaulttimeout() == 30]
             leave_connections(leave)
             for use in (lambda: client.recv(1), lambda: client.send(b"x"), lambda: os.read(number, 1)):

@@ -33,13 +33,15 @@ def file_positions() -> dict[str, tuple[int, int, int]]:
 
 
 def connections() -> dict[int, str]:
-    """What /proc/self/fd has for each TCP connection of this process, by its descriptor."""
+    """What /proc/self/fd has for each TCP connection, and each one to a socket file, by its descriptor."""
     found = {}
     for number in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
         with suppress(OSError):  # it was closed meanwhile, or has no peer
             if number > 2 and (target := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
                 with _no_default_timeout(), socket.socket(fileno=os.dup(number)) as copy:
-                    if copy.type == socket.SOCK_STREAM and isinstance(copy.getpeername(), tuple):  # not AF_UNIX
+                    peer = copy.getpeername()  # with AF_UNIX a path; bytes or empty if it has none
+                    other = isinstance(peer, tuple) or (isinstance(peer, str) and peer and "/torch-shm-" not in peer)
+                    if copy.type == socket.SOCK_STREAM and other:
                         found[number] = target
     return found
 
