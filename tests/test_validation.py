@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from outputs import lines, newest
+from template_copy import changed_main
 
 import data
 import images
 import main
+from config import Config
 from ddp.checkpoint import storage as checkpoint
+from ddp.entrypoint.run_main import run_as_rank
 from images import split_by_class
-from processes import start, train
+from processes import Ranks, start, train
 
 pytestmark = pytest.mark.slow
 SIZES = {"train": 320, "val": 101, "test": 70}
@@ -45,6 +48,38 @@ def numbers(result: str) -> list[str]:
 
 
 # ---- the test set ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ema", [(), pytest.param(("--ema", 0.5), marks=pytest.mark.sample(0))])
+def test_a_threshold_that_the_validation_chose_is_that_of_the_tested_weights(
+    ema: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/state.md says: in a buffer. Also after a resume, and if best.pt is evaluated alone."""
+    edit = """metrics = meter.take()
+    if eval_loader.part == "val" and not config.evaluate:
+        model.threshold.fill_(ctx.work.step)
+    return {**metrics, "threshold": model.threshold.item()}"""
+    changed, build = changed_main({"return meter.take()": edit}), main.task.build_model
+
+    def build_with_threshold(*given: Any) -> torch.nn.Module:
+        model: torch.nn.Module = build(*given)
+        model.register_buffer("threshold", torch.zeros(()))
+        return model
+
+    def found(part: str, *options: Any) -> list[str]:
+        config = Config.parse([*map(str, OPTIONS), *map(str, ema), "--output-dir", str(tmp_path / "run"), *options])
+        ranks = Ranks(2, lambda rank_env: run_as_rank(changed, config, rank_env))
+        assert ranks.wait() == [0, 0], ranks.output()
+        return [line.split("threshold ")[1].split()[0] for line in results(ranks.output(), part)]
+
+    monkeypatch.setattr(main.task, "build_model", build_with_threshold)
+    monkeypatch.setattr(main.task, "metric_for_best_model", lambda metrics: -metrics["threshold"])  # the first epoch's
+    found("val", "--max-steps", "7")
+    (tested,) = found("test")
+    chosen = [line["threshold"] for line in lines(tmp_path / "run", "val")]
+    assert chosen == [4, 6, 9, 14] and float(tested) == 4
+    best = ("--evaluate", "--resume", str(tmp_path / "run" / "best.pt"))
+    assert found("test", *best) == found("val", *best) == [tested]
 
 
 @pytest.mark.sample(2)
