@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 import torch
 from outputs import newest
 from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset, random_split
 from torchvision.models import get_model, get_model_weights
 
 import data
+import main
 from config import Config
 from ddp.checkpoint import storage as checkpoint
 from ddp.checkpoint.reuse import init_weights
 from ddp.core.errors import CheckpointError
+from ddp.data.dataset import Datasets
 from ddp.distributed.process_group import DistContext
 from model import ToyModel
 from processes import on_ranks, train
@@ -60,6 +64,38 @@ def test_a_checkpoint_gives_its_weights_and_nothing_else(ema: tuple[Any, ...], t
     second = checkpoint.read(newest(tmp_path / "second"))
     assert equal(second["model"], first["ema" if ema else "model"]) and second["step"] == 1
     assert not ema or equal(second["ema"], first["ema"])
+
+
+def test_weights_that_may_know_the_validation_samples_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run on the same data with another split. Another seed alone changes no validation set of its own."""
+    whole = TensorDataset(torch.rand(84, 3, 32, 32), torch.arange(84) % 10)
+    by_seed, parts = {"split": True}, [range(64), range(64, 84)]
+
+    def load(config: Config) -> Datasets:
+        generator = torch.Generator().manual_seed(config.seed)
+        split = (
+            random_split(whole, [64, 20], generator) if by_seed["split"] else [Subset(whole, part) for part in parts]
+        )
+        return Datasets(*split)
+
+    monkeypatch.setattr(main, "load_datasets", load)
+    monkeypatch.setattr(main.task, "build_model", lambda config, train_set: ToyModel())
+    numbers = itertools.count()
+
+    def warnings(seed: int, *options: Any) -> list[str]:
+        output = train(1, *STILL, "--seed", seed, *options, "--output-dir", tmp_path / str(next(numbers)))
+        return [line for line in output.splitlines() if "that validate here" in line]
+
+    assert warnings(0) == []
+    first = tmp_path / "0/best.pt"
+    told = f"since {first} was trained with --seed 0 (here 1), validation sample 0 is another one"
+    risk = "its weights may have been trained on samples that validate here"
+    assert warnings(0, "--init-from", first) == []
+    assert warnings(1, "--init-from", first) == [f"warning: {told}: {risk}"]
+    by_seed["split"] = False
+    assert warnings(0) == [] == warnings(1, "--init-from", tmp_path / "3/best.pt")
 
 
 FORMS: dict[str, Any] = {

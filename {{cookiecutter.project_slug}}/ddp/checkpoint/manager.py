@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
+from ddp.checkpoint.reuse import warn_of_other_split
 from ddp.checkpoint.state import (
     FixedShapes,
     TrainState,
@@ -278,6 +279,7 @@ class CheckpointManager:
         """The content of the checkpoint to resume from; empty if there is none. Raises CheckpointError."""
         config, facts = self.config, self.facts
         if not (content := self.directory.find()):
+            warn_of_other_split(config, facts)
             return {}
         path = Path(content["path"])
         parts = {name: content[name] for name in content if name not in self._reserved()}

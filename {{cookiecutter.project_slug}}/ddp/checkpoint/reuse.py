@@ -1,6 +1,7 @@
 """Uses of a checkpoint other than resuming: its weights for --init-from, its options for --evaluate and predict.py."""
 
 import dataclasses
+import json
 import logging
 import os
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from ddp.checkpoint.storage import CheckpointDirectory, InvalidCheckpoint, read_
 from ddp.core.errors import CheckpointError, SetupError, UsageError, first_few
 from ddp.core.options import flag_of
 from ddp.core.run_config import RESUME_WORDS, Config, RunConfig
+from ddp.data.samples import changes
 from ddp.distributed.process_group import DistContext
 from ddp.distributed.rank_env import RankEnv
 from ddp.distributed.seeds import keep_random_state, seed_everything
@@ -169,6 +171,25 @@ def _with_versions(weights: Mapping[str, Tensor], versions: Any) -> Mapping[str,
     if versions:
         state._metadata = versions
     return state
+
+
+def warn_of_other_split(config: RunConfig, ours: Mapping[str, Any]) -> None:
+    """Warn if the weights of --init-from may have been trained on what validates here: the same data, another split.
+
+    ours: what a checkpoint of this run holds about the data.
+    """
+    try:
+        theirs = storage.load(Path(str(config.init_from)))  # reads no weights where files can be mapped
+        seed, records = theirs["config"]["seed"], [json.loads(each["records"]) for each in (ours, theirs)]
+        classes = [each["dataset"].get("classes") for each in (ours, theirs)]
+        totals = [each["training"]["count"] + each["validation"]["count"] for each in records]
+    except Exception:
+        return  # no checkpoint with such a record
+    found = changes(*({"validation": each["validation"]} for each in records))[0]
+    if found and classes[0] == classes[1] and totals[0] == totals[1]:
+        seeds = f" with --seed {seed} (here {config.seed})" if seed != config.seed else ""
+        told = f"since {config.init_from} was trained{seeds}, {found[0]}"
+        log.warning(f"warning: {told}: its weights may have been trained on samples that validate here")
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:
