@@ -1005,6 +1005,14 @@ def test_the_precision_of_matrix_products_is_torchs_own_switch(
     (tmp_path / "seen").unlink()
     run(tmp_path / "high", *ONE_STEP, "--matmul-precision", "high", "--deterministic")
     assert set(map(tuple, seen())) == {("high", False)}
+    try:
+        torch.set_float32_matmul_precision("medium")  # as model.py may
+        for given, expected in (((), "medium"), (("--matmul-precision", "highest"), "highest")):
+            (tmp_path / "seen").unlink()
+            run(tmp_path / f"own {expected}", *ONE_STEP, *given)
+            assert set(map(tuple, seen())) == {(expected, True)}
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @shows("sync_bn")

@@ -65,7 +65,8 @@ def choose_algorithms(config: RunConfig) -> None:
     With --deterministic, an operation that has no deterministic algorithm raises.
     """
     warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")  # torch 2.9 prints it here
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.matmul_precision != "highest" or "matmul_precision" in config.given:  # otherwise model.py may set it
+        torch.set_float32_matmul_precision(config.matmul_precision)
     reproducible = config.deterministic or torch.backends.cudnn.deterministic  # which model.py may set
     torch.backends.cudnn.benchmark = not reproducible  # try all algorithms for each new shape, keep the fastest
     if config.deterministic:
