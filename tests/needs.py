@@ -16,6 +16,7 @@ PACKAGES = {  # of Debian and Ubuntu; .ci/run installs them
     "munged": "munge",
     "sbatch": "slurm-client",
     "slurmctld": "slurmctld",
+    "setpriv": "util-linux",
     "slurmd": "slurmd",
     "ssh": "openssh-client",
     "sshd": "openssh-server",

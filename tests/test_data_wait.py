@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -19,11 +21,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from outputs import lines, status, weights_and_momentum
+from template_copy import LEAN
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import main
 import model
+from ddp.core.files import PROJECT_DIR
 from ddp.data import samples
 from ddp.data.dataset import Datasets
 from ddp.data.inherited import SHARED_CONNECTION, connections, file_positions, leave_connections
@@ -31,6 +35,7 @@ from ddp.data.loader import EvalLoader
 from ddp.data.workers import Workers
 from ddp.training.run import Run
 from faults import fault
+from needs import need, need_root
 from processes import Ranks, on_ranks, start, train
 
 RUN = ("--device=cpu", "--batch-size=8", "--log-every=1", "--epochs=2", "--warn-after=2")
@@ -439,3 +444,16 @@ def test_the_standard_input_and_what_is_written_are_no_files_that_workers_share(
 
     ((one,),) = on_ranks(1, positions)
     assert one.startswith(f"{tmp_path}/list (descriptor ") and not one.endswith("r 0)")
+
+
+def test_workers_that_cannot_start_without_shared_memory_are_one_line(tmp_path: Path) -> None:
+    need("unshare")
+    need_root("a mount of /dev/shm")
+    code = "from torch.utils.data import DataLoader; from ddp.data.workers import start_workers\n"
+    code += "from ddp.entrypoint.run_main import run_and_exit\n"
+    code += "run_and_exit(lambda: start_workers(DataLoader([1], num_workers=1)) and 0)"
+    mount = 'mount -t tmpfs -o ro,size=4k none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PROJECT_DIR, env={**os.environ, **LEAN}, capture_output=True, text=True)
+    says = "error: no DataLoader worker can start (Read-only file system): /dev/shm must be writable\n"
+    assert (done.returncode, done.stderr) == (3, says)

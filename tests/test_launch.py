@@ -978,6 +978,18 @@ def test_fewer_nodes_take_more_passes_to_keep_the_global_batch(
     assert options["grad_accum_steps"] == passes, "a run that repeats it with --config would multiply them again"
 
 
+def test_a_file_whose_name_is_no_text_does_not_disturb_the_record_of_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git prints such a name as it is, if core.quotePath is false."""
+    for words in (["init", "--quiet"], ["config", "core.quotePath", "false"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    monkeypatch.setattr("ddp.training.output_dir.PROJECT_DIR", tmp_path)
+    OutputDir(Config(output_dir=str(tmp_path))).write_config()
+    assert json.loads((tmp_path / "config.json").read_text())["git_changed"]
+
+
 @pytest.mark.slow
 @fault(9, 11, 12)
 def test_processes_of_nproc_save_and_exit_if_their_parent_is_killed_and_not_for_a_hangup_under_nohup(
@@ -1039,7 +1051,9 @@ def test_a_signal_while_nproc_starts_its_processes_is_not_lost(tmp_path: Path) -
 @pytest.mark.parametrize("output", ["closed", "broken"])
 def test_a_run_with_closed_output_trains_to_its_end(output: str, tmp_path: Path) -> None:
     main = f"{sys.executable} {MAIN!r} {' '.join(RUN)} {tmp_path}/run"
-    command = f"exec {main} >&- 2>&-" if output == "closed" else f"{main} --log-every 1 2>{tmp_path}/errors | head -n 1"
+    command = f"exec {main} --nproc 2 >&- 2>&-"
+    if output == "broken":
+        command = f"{main} --log-every 1 2>{tmp_path}/errors | head -n 1"
     done = subprocess.run(command, shell=True, env={**os.environ, **LEAN})
     assert done.returncode == 0
     assert output == "closed" or (tmp_path / "errors").read_text() == ""

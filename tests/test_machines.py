@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from template_copy import copy_template, shrink, slow_down
 
 import data
 from config import Config
+from ddp.core.files import PROJECT_DIR
 from faults import fault
 from machines import Machine, Program, machines, require
 from model import ToyModel
@@ -100,6 +102,33 @@ def environment(pid: int) -> bytes:
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# ---- how they are connected -----------------------------------------------------------------------------------------
+
+CHOOSE = """
+from ddp.distributed import process_group
+from ddp.distributed.store import RankInfo
+own, other = (RankInfo(host, host, 0, [], address) for host, address in (("gpu1", "10.77.0.1"), ("gpu2", "10.77.0.2")))
+print("chosen:", process_group._choose_interface([own, other], own))
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "name", "chosen"), [("first", "10.77.0.1", None), ("first", "127.0.0.1", "eth0"), ("last", "", "eth0")]
+)
+def test_gloo_uses_the_address_on_the_route_to_the_others(added: str, name: str, chosen: str | None) -> None:
+    """Of an interface it takes the first address. Only the host's name can lead it to another one."""
+    with machines(1) as (machine,):
+        inside = ["ip", "-n", machine.namespace, "address"]
+        own = [["delete", f"{machine.address}/24"], ["add", f"{machine.address}/24"]] if added == "first" else []
+        for what, address in (*own[:1], ("add", "192.168.7.1/24"), *own[1:]):
+            subprocess.run([*inside, what, address, "dev", "eth0"], check=True)
+        (Path("/etc/netns") / machine.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{name} gpu1\n")
+        program = machine.start(sys.executable, "-c", CHOOSE, PYTHONPATH=str(PROJECT_DIR))
+        assert program.wait() == 0 and f"chosen: {chosen}\n" in program.output(), program.output()
+        warned = "gloo uses 192.168.7.1 of eth0, and the route to the others has 10.77.0.1" in program.output()
+        assert warned == (name == "127.0.0.1"), program.output()
 
 
 # ---- without failures -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from template_copy import TEMPLATE, copy_template
 
 from faults import fault
 from machines import CONNECTED, Machine, Program, machines
+from needs import need, need_root
 
 pytestmark = pytest.mark.slow
 ALL = partial(pytest.param, marks=pytest.mark.sample(0))  # a case for --all
@@ -155,16 +157,17 @@ def test_two_machines_meet_and_their_workers_know_the_world_size(
     """Even if node 1 is early. To gpu1 itself, gpu1 is 127.0.0.1. Their --data-dir may differ."""
 
     def start(rank: int) -> Program:
-        return node(two[rank], rank, project, "", "--", "--data-dir", rank, MASTER_ADDR=address)
+        do = "print(os.environ['MASTER_ADDR'])"  # what connects, also if the name has other addresses
+        return node(two[rank], rank, project, do, "--", "--data-dir", rank, MASTER_ADDR=address)
 
     later = start(1)
     waiting = f"node 1: waiting for node 0 at {address}:29500 (up to 300 s; Connection refused)"
     assert later.until("waiting") == f"{waiting}\n"
     nodes = [start(0), later]
     assert [program.wait() for program in nodes] == [0, 0], [program.output() for program in nodes]
-    assert nodes[0].output() == "rank 0 of 2, turn 1\n"
+    assert nodes[0].output() == "rank 0 of 2, turn 1\n10.77.0.1\n"
     _, connected, *worker, done = nodes[1].output().splitlines()
-    assert worker == ["rank 1 of 2, turn 1"] and done == "node 1: done"
+    assert worker == ["rank 1 of 2, turn 1", "10.77.0.1"] and done == "node 1: done"
     assert connected == "node 1: all nodes are connected; 1 process here; node 0 prints the progress"
     assert_nothing_left(project)
 
@@ -394,6 +397,31 @@ def test_what_a_shell_has_started_before_it_became_the_launcher_is_left_alone(pr
     assert _runs(other)
     os.kill(other, signal.SIGKILL)
     assert_nothing_left(project)
+
+
+def test_standard_streams_that_are_closed_are_open_in_the_workers(project: Path) -> None:
+    """Otherwise the first file that a worker opens is its standard output."""
+    do = "(started / 'streams').write_text(' '.join(os.readlink(f'/proc/self/fd/{number}') for number in range(3)))"
+    variables = {"STUB": str(project.parent), "DO": do, "TMPDIR": str(_temporary(project))}
+    launcher = shlex.join(["bash", str(project / "launch_node.sh")])
+    assert Program(["bash", "-c", f"exec {launcher} <&- >&- 2>&-"], variables).wait() == 0
+    assert (project.parent / "streams").read_text() == "/dev/null /dev/null /dev/null"
+
+
+def test_what_it_has_started_is_known_where_other_processes_are_hidden(project: Path) -> None:
+    """By /proc with hidepid, as on many shared machines. Without its capabilities, root is an ordinary user there."""
+    need("setpriv")
+    need_root("a mount of /proc")
+    code = "import subprocess; from ddp.core.signals import *\n"
+    code += "child = subprocess.Popen(['sh', '-c', 'sleep 600 & echo started; wait'], stdout=-1)\n"
+    code += "child.stdout.readline(); pids = [each.pid for each in with_descendants(*children())]\n"
+    code += "assert pids[0] == child.pid and len(pids) == 2, pids\n"
+    code += "kill_children(); import psutil; assert not psutil.pid_exists(child.pid)"
+    user = "setpriv --regid 54321 --clear-groups --bounding-set -all --inh-caps -all"
+    hidden = f"mount -t proc -o hidepid=1 proc /proc && exec {user} {shlex.join([sys.executable, '-c', code])}"
+    unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", f"sleep 60 & {hidden}"]
+    done = subprocess.run(unshare, cwd=project, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @fault(13)

@@ -715,6 +715,20 @@ def test_a_group_that_is_added_later_is_one_line(tmp_path: Path, monkeypatch: py
     assert error.startswith("error: the optimizer had 1 groups of weights, has 2: add all groups in build_optimizer")
 
 
+@fault(53)
+def test_a_group_that_no_run_could_load_is_refused_at_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here after the last step of an epoch. The schedule does not see those of an optimizer that it does not have."""
+    end = "            run.end_epoch(evaluate("
+    more = "            training.optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})\n"
+    monkeypatch.setattr(main, "main", changed_main({end: more + end}))
+    error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
+    told = "no run could resume from this checkpoint: the groups of the optimizer had [12] weights, have [12, 1]"
+    assert error.startswith(f"error: {told}: add all groups"), error
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
+
+
 @pytest.mark.parametrize("value", [[0.5, 0.5], None, torch.ones(2), {"a": 1.0}])
 def test_a_metric_that_is_no_number_is_one_line(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = model.compute_metrics

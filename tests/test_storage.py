@@ -185,6 +185,15 @@ def test_each_of_a_thousand_flipped_bytes_is_detected(trained: Path, tmp_path: P
     assert (detected, len(places)) == (1000, 1000)
 
 
+def test_a_checkpoint_in_a_folder_whose_name_is_no_text_is_read(trained: Path, tmp_path: Path) -> None:
+    """As of a file that was copied from a system with another encoding. torch cannot map it."""
+    folder = tmp_path / os.fsdecode(b"lat\xe4")
+    shutil.copytree(trained, folder)
+    configs = [Config.parse(["--output-dir", str(each)]) for each in (trained, folder)]
+    first, second = (CheckpointDirectory(config).find() for config in configs)
+    assert first["step"] == second["step"] and torch.equal(*(each["model"]["fc3.bias"] for each in (first, second)))
+
+
 def test_the_newest_checkpoint_has_the_highest_step_with_more_than_eight_digits_as_well(tmp_path: Path) -> None:
     directory = CheckpointDirectory(Config(output_dir=str(tmp_path)))
     directory.path.mkdir()

@@ -21,6 +21,7 @@ from ddp.checkpoint.state import (
     check_parts,
     check_weights,
     data_differences,
+    group_sizes,
     keep_dtypes,
     run_differences,
     scale_change,
@@ -59,6 +60,7 @@ class CheckpointManager:
         self.received: list[int] = []  # the checksums of the tensors of which this rank keeps its rows
         self.fixed = FixedShapes({})
         self.shapes: dict[str, list[int]] = {}  # of weights and buffers, which must stay the same
+        self.groups: dict[str, list[int]] = {}  # of optimizers, as group_sizes has them
         self.infinite: list[str] = []  # tensors that were not finite from the start: an attention mask may hold -inf
         self.facts: dict[str, Any] = {  # about this run; in every checkpoint
             "format": storage.FORMAT,
@@ -157,6 +159,10 @@ class CheckpointManager:
         if found := differences(self.fixed.of(states), self.shapes, *texts):
             remedy = "give it its shape in __init__, register it with persistent=False, or define _load_from_state_dict"
             raise UsageError(f"no run could resume from this checkpoint: {first_few(found)}: {remedy}")
+        text = "the groups of the {name} had {second} weights, have {first}"
+        if found := differences(group_sizes(self.fields), self.groups, text):
+            remedy = "add all groups where the optimizer is made; the rate of one may be 0 at first"
+            raise UsageError(f"no run could resume from this checkpoint: {first_few(found)}: {remedy}")
 
     def check_finite(self, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
         """Raise Diverged for a value that became infinite or NaN. tensors: pairs of keys and whatever they lead to."""
@@ -195,7 +201,7 @@ class CheckpointManager:
         states = self._states()
         self.infinite = [name for each in self.ctx.gather(self._find_non_finite(named_leaves(states))) for name in each]
         self.fixed = FixedShapes(self.fields)
-        self.shapes = self.fixed.of(states)
+        self.shapes, self.groups = self.fixed.of(states), group_sizes(self.fields)
         content, receive = self._read_on_main(partial(self._find, states), states)
         del states  # a part may replace its tensors
         if content:

@@ -111,6 +111,13 @@ def weights_of_optimizers(fields: Mapping[str, Any]) -> dict[str, list[tuple[str
     return {key: [(names.get(id(each)), str(each.dtype)) for each in weights[key]] for key in weights}
 
 
+def group_sizes(fields: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The number of weights in each group of the optimizers that load no other ones."""
+    load = torch.optim.Optimizer.load_state_dict
+    plain = {name: part for name, part in fields.items() if getattr(type(part), "load_state_dict", None) is load}
+    return {name: [len(group["params"]) for group in part.param_groups] for name, part in plain.items()}
+
+
 def keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Undo that torch has cast what `optimizer` loaded from `state` to the dtypes of its weights: sums may be wider.
 

@@ -95,7 +95,7 @@ def load(path: Path) -> Any:
     try:
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (OSError, RuntimeError):  # a file system that maps no files
+        except (OSError, RuntimeError, UnicodeError):  # no file is mapped on some systems, nor a path that is no text
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(path, "it holds more than tensors and plain values, and could run code") from error

@@ -1,6 +1,7 @@
 """This machine: its cores, its files, its addresses and interfaces, and the process that listens on a port."""
 
 import errno
+import logging
 import math
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 CGROUPS, CGROUPS_OF = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 QUOTAS = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of control groups, version 2 and 1: quota and period
 MANY_FILES = 2**20  # with more, some programs need long to start: they close all that could be open
@@ -47,6 +49,23 @@ def addresses() -> dict[str, str]:
 
 def interface_of(address: str) -> str | None:
     return addresses().get(plain(address))
+
+
+def interface_for_gloo(address: str) -> str | None:
+    """The interface of this address, for gloo; None if there is none, or if the name of this machine leads to it.
+
+    Of an interface, gloo takes the first address.
+    """
+    interface = interface_of(address)
+    first = next((each for each, name in addresses().items() if name == interface), address)
+    if first != plain(address):
+        name = socket.gethostname()
+        with suppress(OSError):
+            if plain(str(socket.getaddrinfo(name, None)[0][4][0])) == plain(address):
+                return None
+        remedy = f"let the name {name} mean {address}, in /etc/hosts"
+        log.warning(f"warning: gloo uses {first} of {interface}, and the route to the others has {address}: {remedy}")
+    return interface
 
 
 def own_address(host: str, port: int) -> str | None:

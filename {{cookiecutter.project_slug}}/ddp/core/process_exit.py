@@ -185,3 +185,13 @@ def exit_process(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def open_streams() -> None:
+    """Open the standard streams that the parent has closed: the next files would get their numbers and their output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115

@@ -191,17 +191,26 @@ def children(*others: Any) -> list[Any]:
     """The processes that this one has started, but `others`, from an earlier call."""
     import psutil  # slow, and not needed to check a command line
 
-    return [each for each in psutil.Process().children() if each not in others]
+    # Without psutil's children(), which must read all processes: some systems show a user the others' numbers alone.
+    found = [each for each in psutil.process_iter(["ppid"]) if each.info["ppid"] == os.getpid()]
+    return [each for each in found if each not in others]
+
+
+def with_descendants(*processes: Any) -> list[Any]:
+    """These, and what they have started."""
+    import psutil
+
+    found, everyone = [*processes], [*psutil.process_iter(["ppid"])]
+    for process in found:  # which grows meanwhile
+        found += [each for each in everyone if each.info["ppid"] == process.pid]
+    return found
 
 
 def kill_children(*others: Any) -> None:
     """Kill these processes and what they have started, and wait until it is gone."""
     import psutil
 
-    left = children(*others)
-    for child in list(left):
-        with suppress(psutil.NoSuchProcess):
-            left += child.children(recursive=True)
+    left = with_descendants(*children(*others))
     for process in left:
         send_signal(process.pid, signal.SIGKILL)
     psutil.wait_procs(left, KILL_TIMEOUT_S)

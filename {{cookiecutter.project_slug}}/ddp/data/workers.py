@@ -25,10 +25,10 @@ from typing import IO, Any
 
 from torch.utils.data import DataLoader
 
-from ddp.core.errors import RankHangs, UsageError, numbered
+from ddp.core.errors import RankHangs, SetupError, UsageError, numbered
 from ddp.core.process_exit import kill_workers, process_exit
 from ddp.core.run_config import RunConfig
-from ddp.core.signals import STOP_SIGNALS, die_with_parent, send_signal, stop_signal
+from ddp.core.signals import STOP_SIGNALS, die_with_parent, send_signal, stop_signal, with_descendants
 from ddp.core.threads import call_site, dump_stacks, main_stack
 from ddp.data.inherited import SHARED_CONNECTION, connections, file_positions, leave_connections
 from ddp.distributed.process_group import DistContext
@@ -96,7 +96,11 @@ def start_workers(loader: DataLoader) -> Workers:
     positions, sockets = (file_positions(), connections()) if inherits else ({}, {})
     _kill_at_exit(os.getpid())
     while True:
-        others, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
+        others = set(multiprocessing.active_children())
+        try:
+            started = multiprocessing.Semaphore(0)
+        except OSError as error:
+            raise SetupError(f"no DataLoader worker can start ({error.strerror}): /dev/shm must be writable") from error
         loader.worker_init_fn = partial(_start_worker, os.getpid() if forks else None, started, stacks, sockets)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until _start_worker, in the workers
         try:
@@ -240,11 +244,10 @@ class DataWait:
 
         found: list[Any] = []
         with suppress(psutil.Error, OSError):  # one has ended: that is a sign as well
-            for parent in map(psutil.Process, pids or self.workers.pids or [os.getpid()]):
-                for each in (parent, *parent.children(recursive=True)):
-                    found.append([each.pid, sum(each.num_ctx_switches())])
-                    if each.pid != os.getpid():  # where gloo's threads run all the time
-                        found.append([*each.cpu_times()[:2], each.io_counters().read_chars])
+            for each in with_descendants(*map(psutil.Process, pids or self.workers.pids or [os.getpid()])):
+                found.append([each.pid, sum(each.num_ctx_switches())])
+                if each.pid != os.getpid():  # where gloo's threads run all the time
+                    found.append([*each.cpu_times()[:2], each.io_counters().read_chars])
         return found
 
     def _reader(self, sites: Mapping[int, str]) -> str:

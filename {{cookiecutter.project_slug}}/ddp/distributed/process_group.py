@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.core.errors import PeerFailed, SetupError, UsageError, UserError, differences, exit_code_of, plural
-from ddp.core.host import available_cores, interface_of, is_loopback, own_address
+from ddp.core.host import available_cores, interface_for_gloo, is_loopback, own_address
 from ddp.core.parts import Callback
 from ddp.core.process_exit import process_exit, tell_launcher
 from ddp.core.rank_logs import start_rank_log
@@ -297,4 +297,4 @@ def _choose_interface(infos: list[RankInfo], own: RankInfo) -> str | None:
     address = own.address
     if address is not None and is_loopback(address):  # rank 0's machine, where the name of the endpoint is loopback
         address = next((own_address(other, 9) for other in elsewhere if other is not None), None)
-    return interface_of(address) if address is not None else None
+    return interface_for_gloo(address) if address is not None else None

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from ddp.core.errors import ExitCode, QuitImmediately, UsageError, UserError, print_line
 from ddp.core.files import correct_status, temporary_directory
 from ddp.core.host import allow_many_files
-from ddp.core.process_exit import exit_code_of_run, exit_process, process_exit, tell_launcher
+from ddp.core.process_exit import exit_code_of_run, exit_process, open_streams, process_exit, tell_launcher
 from ddp.core.rank_logs import set_up_logging
 from ddp.core.run_config import ELASTIC_VARIABLE, RunConfig
 from ddp.core.signals import STOP_SIGNALS, SignalHandler, killed_by, send_signal, stop_signal
@@ -36,8 +36,7 @@ def launch(main: Main, config_class: type[RunConfig]) -> NoReturn:
 
 def run_and_exit(command: Callable[[], int]) -> NoReturn:
     """Exit with the exit code that `command` returns; a UserError is printed as one line."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    open_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # the console may lack a character of a path
             stream.reconfigure(errors="backslashreplace")

@@ -36,7 +36,7 @@ from ddp.core.files import PROJECT_DIR, correct_status, read_status, temporary_d
 from ddp.core.host import available_cores
 from ddp.core.options import OptionParser, option
 from ddp.core.parts import of_parts
-from ddp.core.process_exit import exit_process, process_exit
+from ddp.core.process_exit import exit_process, open_streams, process_exit
 from ddp.core.rank_logs import RANK_LOGS_VARIABLE, rank_log_path
 from ddp.core.run_config import ELASTIC_VARIABLE, NOTICED_VARIABLE, RESTARTS_VARIABLE, RunConfig, check_process_count
 from ddp.core.signals import SignalHandler, adopt_orphans, children, is_alive, kill_children, killed_by, send_signal
@@ -105,6 +105,7 @@ class LaunchOptions(*of_parts("LaunchOptions")):  # type: ignore[misc]
 
 def main(config_class: type[RunConfig]) -> NoReturn:
     """Train on this machine, and exit with the exit code of the run."""
+    open_streams()
     try:
         options, config, main_options = read_command_line(sys.argv[1:], config_class)
         if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:

@@ -180,7 +180,10 @@ class NodeRendezvous(elastic.RendezvousHandler):
         self.nodes = {int(rank): launcher for rank, launcher in answer["nodes"].items()}
         os.environ[ROUND_VARIABLE] = f"{self.number}/workers"
         self.agent.begin_round([*self.nodes], answer["restarts"])
-        agents, where = f"{self.number}/agents", elastic.RendezvousStoreInfo(self.host, self.port)
+        # The address that connects: a name may have others, which the workers would try first.
+        own, host = self.own, self.own.address_of_0 or self.own.address
+        usable = is_own_address(own.address) if self.rank == 0 else not host.startswith("fe80")  # of an interface
+        agents, where = f"{self.number}/agents", elastic.RendezvousStoreInfo(host if usable else self.host, self.port)
         store = dist.PrefixStore(agents, self.store.store)
         return elastic.RendezvousInfo(store, [*self.nodes].index(self.rank), len(self.nodes), where)
 
@@ -214,7 +217,7 @@ class NodeRendezvous(elastic.RendezvousHandler):
 
     def _create_store(self) -> StoreClient:
         most, here = self.agent.options.max_nodes, self.own.host
-        if most > (files := allow_many_files()) - SPARE_FILES:
+        if most > max(1, (files := allow_many_files()) - SPARE_FILES):
             problem = f"{here} may open {files} files, and each of {most} nodes needs one"
             raise SetupError(f"{problem}: raise the limit there (ulimit -Hn)")
         if not any(map(is_own_address, self._resolve())):

@@ -97,7 +97,7 @@ class OutputDir:
     def write_config(self) -> None:
         """Replace config.json: options, versions, git commit, host."""
         commit, changes, given = "", "", self.config.passes_given  # with which the run can be repeated
-        run = partial(subprocess.run, cwd=PROJECT_DIR, capture_output=True, text=True, timeout=10)
+        run = partial(subprocess.run, cwd=PROJECT_DIR, capture_output=True, text=True, errors="replace", timeout=10)
         with suppress(OSError, subprocess.TimeoutExpired):
             commit = run(["git", "rev-parse", "HEAD"]).stdout.strip()
             changes = run(["git", "status", "--porcelain", "."]).stdout
