@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
@@ -713,6 +714,28 @@ def test_a_group_that_is_added_later_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(main, "main", changed_main({STEP: STEP + later}))
     error = the_error(train(1, *OPTIONS, "--output-dir", tmp_path, code=2))
     assert error.startswith("error: the optimizer had 1 groups of weights, has 2: add all groups in build_optimizer")
+
+
+HEAD = "model.layers[-1] = torch.nn.Linear(32, 10)\n"
+BEFORE, LATER = "        ema = None if config.ema", "            ddp_model.train()"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {BEFORE: f"        {HEAD}{BEFORE}"},
+        {LATER: f"            if run.state.epoch == 1:\n                {HEAD}{LATER}"},
+    ],
+)
+def test_a_layer_that_is_replaced_after_wrap_model_is_named(
+    edit: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the optimizer is made, or in the middle of a run."""
+    monkeypatch.setattr(main, "main", changed_main(edit))
+    error = the_error(train(2, *OPTIONS, "--output-dir", tmp_path, code=2))
+    assert re.match(r"error: layers\.\d+\.weight was replaced after wrap_model, so no rank averages it: do", error), (
+        error
+    )
 
 
 @fault(53)

@@ -176,6 +176,9 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if ddp_model is not None and not any(weight.grad is None for weight in trained):
             return
+        now = dict(model.named_parameters()) if ddp_model is not None else names
+        if replaced := [name for name in names if now.get(name, names[name]) is not names[name]]:
+            raise UsageError(f"{replaced[0]} was replaced after wrap_model, so no rank averages it: do so before")
         allowed = (getattr(ddp_model, name, False) for name in ("find_unused_parameters", "static_graph"))
         if not unchecked or any(allowed):
             return
