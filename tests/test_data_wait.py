@@ -455,5 +455,5 @@ def test_workers_that_cannot_start_without_shared_memory_are_one_line(tmp_path: 
     mount = 'mount -t tmpfs -o ro,size=4k none /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", code]
     done = subprocess.run(command, cwd=PROJECT_DIR, env={**os.environ, **LEAN}, capture_output=True, text=True)
-    says = "error: no DataLoader worker can start (Read-only file system): /dev/shm must be writable\n"
+    says = "error: no DataLoader worker can start (Read-only file system): is /dev/shm writable?\n"
     assert (done.returncode, done.stderr) == (3, says)

@@ -86,12 +86,12 @@ def test_weights_that_may_know_the_validation_samples_are_named(
 
     def warnings(seed: int, *options: Any) -> list[str]:
         output = train(1, *STILL, "--seed", seed, *options, "--output-dir", tmp_path / str(next(numbers)))
-        return [line for line in output.splitlines() if "that validate here" in line]
+        return [line for line in output.splitlines() if "other validation samples" in line]
 
     assert warnings(0) == []
     first = tmp_path / "0/best.pt"
-    told = f"since {first} was trained with --seed 0 (here 1), validation sample 0 is another one"
-    risk = "its weights may have been trained on samples that validate here"
+    told = f"{first} was trained with --seed 0 (here 1) and other validation samples"
+    risk = "the weights of --init-from may have been trained on those of this run"
     assert warnings(0, "--init-from", first) == []
     assert warnings(1, "--init-from", first) == [f"warning: {told}: {risk}"]
     by_seed["split"] = False

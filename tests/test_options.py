@@ -1007,10 +1007,12 @@ def test_the_precision_of_matrix_products_is_torchs_own_switch(
     assert set(map(tuple, seen())) == {("high", False)}
     try:
         torch.set_float32_matmul_precision("medium")  # as model.py may
-        for given, expected in (((), "medium"), (("--matmul-precision", "highest"), "highest")):
+        for given, counts in (((), "highest"), (("--matmul-precision", "medium"), "medium")):
             (tmp_path / "seen").unlink()
-            run(tmp_path / f"own {expected}", *ONE_STEP, *given)
-            assert set(map(tuple, seen())) == {(expected, True)}
+            output = run(tmp_path / f"own {counts}", *ONE_STEP, *given).output
+            assert set(map(tuple, seen())) == {(counts, True)}
+            told = "sets medium precision of matrix products, but --matmul-precision highest counts\n"
+            assert output.count(told) == (not given)
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -99,9 +99,8 @@ class Rehearsal:
         output_dir = self.folder / name
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # what the ranks print goes to a file
             main = partial(rehearsed_main, self.steps, self.eval_batch, inside)
-            config = replace(self.config, **changes, output_dir=str(output_dir))
-            config.given = frozenset(changes)  # model.py does not set these
-            self.code = self.start(main, config, nproc or self.nproc)
+            config = replace(self.config, **changes)
+            self.code = self.start(main, replace(config, output_dir=str(output_dir)), nproc or self.nproc)
         if code not in (None, self.code):
             lines = (output_dir / "output").read_text().splitlines()
             print("\n".join([line for line in lines if line.startswith("error: ")] or lines[-30:]))

@@ -185,11 +185,15 @@ def warn_of_other_split(config: RunConfig, ours: Mapping[str, Any]) -> None:
         totals = [each["training"]["count"] + each["validation"]["count"] for each in records]
     except Exception:
         return  # no checkpoint with such a record
-    found = changes(*({"validation": each["validation"]} for each in records))[0]
-    if found and classes[0] == classes[1] and totals[0] == totals[1]:
-        seeds = f" with --seed {seed} (here {config.seed})" if seed != config.seed else ""
-        told = f"since {config.init_from} was trained{seeds}, {found[0]}"
-        log.warning(f"warning: {told}: its weights may have been trained on samples that validate here")
+    one, other = (each["validation"] for each in records)
+    is_other = one["keys"] != other["keys"]
+    if not (one["keys"] and other["keys"]):  # with the same seed, a sample may be another one by its size
+        is_other = one["count"] != other["count"] or (
+            seed != config.seed and bool(changes({"validation": one}, {"validation": other})[0])
+        )
+    if is_other and classes[0] == classes[1] and totals[0] == totals[1]:
+        told = f"{config.init_from} was trained with --seed {seed} (here {config.seed}) and other validation samples"
+        log.warning(f"warning: {told}: the weights of --init-from may have been trained on those of this run")
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> list[str]:

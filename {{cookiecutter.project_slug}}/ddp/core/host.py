@@ -58,7 +58,7 @@ def interface_for_gloo(address: str) -> str | None:
     """
     interface = interface_of(address)
     first = next((each for each, name in addresses().items() if name == interface), address)
-    if first != plain(address):
+    if first != plain(address) and (":" in first) == (":" in plain(address)):  # all nodes have IPv4, or none
         name = socket.gethostname()
         with suppress(OSError):
             if plain(str(socket.getaddrinfo(name, None)[0][4][0])) == plain(address):

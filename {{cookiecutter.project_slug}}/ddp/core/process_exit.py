@@ -189,9 +189,11 @@ def exit_process(code: int) -> NoReturn:
 
 def open_streams() -> None:
     """Open the standard streams that the parent has closed: the next files would get their numbers and their output."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
-            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

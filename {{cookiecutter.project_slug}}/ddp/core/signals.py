@@ -189,20 +189,26 @@ def send_signal(pid: int, number: int) -> None:
 
 def children(*others: Any) -> list[Any]:
     """The processes that this one has started, but `others`, from an earlier call."""
-    import psutil  # slow, and not needed to check a command line
-
-    # Without psutil's children(), which must read all processes: some systems show a user the others' numbers alone.
-    found = [each for each in psutil.process_iter(["ppid"]) if each.info["ppid"] == os.getpid()]
-    return [each for each in found if each not in others]
+    return [each for each, parent in _parents().items() if parent == os.getpid() and each not in others]
 
 
 def with_descendants(*processes: Any) -> list[Any]:
     """These, and what they have started."""
-    import psutil
-
-    found, everyone = [*processes], [*psutil.process_iter(["ppid"])]
+    found, parents = [*processes], _parents()
     for process in found:  # which grows meanwhile
-        found += [each for each in everyone if each.info["ppid"] == process.pid]
+        found += [each for each, parent in parents.items() if parent == process.pid]
+    return found
+
+
+def _parents() -> dict[Any, int]:
+    """The parent of each process that this one may read: psutil's children() must read all."""
+    import psutil  # slow, and not needed to check a command line
+
+    found = {}
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found[process] = process.ppid()
     return found
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 # What an error in a worker says then, of recv() and of read()
 SHARED_CONNECTION = re.compile(rf"{os.strerror(errno.ENOTSOCK)}|\] {os.strerror(errno.EISDIR)}$", re.MULTILINE)
 
+FOR_ANY = re.compile("/torch-shm-|^/run/systemd/")  # torch's shared memory; the standard output of a service
+
 
 def file_positions() -> dict[str, tuple[int, int, int]]:
     """The position of each regular file that this process can read, by its path and descriptor.
@@ -40,7 +42,7 @@ def connections() -> dict[int, str]:
             if number > 2 and (target := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
                 with _no_default_timeout(), socket.socket(fileno=os.dup(number)) as copy:
                     peer = copy.getpeername()  # with AF_UNIX a path; bytes or empty if it has none
-                    other = isinstance(peer, tuple) or (isinstance(peer, str) and peer and "/torch-shm-" not in peer)
+                    other = isinstance(peer, tuple) or (isinstance(peer, str) and peer and not FOR_ANY.search(peer))
                     if copy.type == socket.SOCK_STREAM and other:
                         found[number] = target
     return found

@@ -98,9 +98,9 @@ def start_workers(loader: DataLoader) -> Workers:
     while True:
         others = set(multiprocessing.active_children())
         try:
-            started = multiprocessing.Semaphore(0)
+            started: Any = multiprocessing.Semaphore(0) if loader.num_workers else None
         except OSError as error:
-            raise SetupError(f"no DataLoader worker can start ({error.strerror}): /dev/shm must be writable") from error
+            raise SetupError(f"no DataLoader worker can start ({error.strerror}): is /dev/shm writable?") from error
         loader.worker_init_fn = partial(_start_worker, os.getpid() if forks else None, started, stacks, sockets)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until _start_worker, in the workers
         try:

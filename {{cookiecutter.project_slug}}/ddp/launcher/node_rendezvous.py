@@ -181,8 +181,8 @@ class NodeRendezvous(elastic.RendezvousHandler):
         os.environ[ROUND_VARIABLE] = f"{self.number}/workers"
         self.agent.begin_round([*self.nodes], answer["restarts"])
         # The address that connects: a name may have others, which the workers would try first.
-        own, host = self.own, self.own.address_of_0 or self.own.address
-        usable = is_own_address(own.address) if self.rank == 0 else not host.startswith("fe80")  # of an interface
+        host = self.own.address_of_0 or self.own.address
+        usable = not host.startswith("fe80") and (self.rank > 0 or is_own_address(host))  # fe80: of an interface
         agents, where = f"{self.number}/agents", elastic.RendezvousStoreInfo(host if usable else self.host, self.port)
         store = dist.PrefixStore(agents, self.store.store)
         return elastic.RendezvousInfo(store, [*self.nodes].index(self.rank), len(self.nodes), where)

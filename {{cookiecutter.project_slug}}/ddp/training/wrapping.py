@@ -65,8 +65,14 @@ def choose_algorithms(config: RunConfig) -> None:
     With --deterministic, an operation that has no deterministic algorithm raises.
     """
     warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")  # torch 2.9 prints it here
-    if config.matmul_precision != "highest" or "matmul_precision" in config.given:  # otherwise model.py may set it
-        torch.set_float32_matmul_precision(config.matmul_precision)
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by torch's newer functions
+        before = "another"
+    if before not in ("highest", config.matmul_precision) and "matmul_precision" not in config.given:
+        text = f"model.py (or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE) sets {before} precision of matrix products"
+        log.warning(f"warning: {text}, but --matmul-precision {config.matmul_precision} counts")
+    torch.set_float32_matmul_precision(config.matmul_precision)
     reproducible = config.deterministic or torch.backends.cudnn.deterministic  # which model.py may set
     torch.backends.cudnn.benchmark = not reproducible  # try all algorithms for each new shape, keep the fastest
     if config.deterministic:
@@ -177,7 +183,8 @@ def report_unused_weights(model: torch.nn.Module, ddp_model: Any = None) -> None
         if ddp_model is not None and not any(weight.grad is None for weight in trained):
             return
         now = dict(model.named_parameters()) if ddp_model is not None else names
-        if replaced := [name for name in names if now.get(name, names[name]) is not names[name]]:
+        pairs = {name: (now[name], weight) for name, weight in names.items() if name in now}
+        if replaced := [name for name, (new, old) in pairs.items() if new is not old and new.requires_grad]:
             raise UsageError(f"{replaced[0]} was replaced after wrap_model, so no rank averages it: do so before")
         allowed = (getattr(ddp_model, name, False) for name in ("find_unused_parameters", "static_graph"))
         if not unchecked or any(allowed):
