@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """The new process does not collect the store of an earlier test: its thread is not there, and another one may be in
+    its place, which the destructor waits for without end, or cannot wait for and aborts.
+    """
+    gc.freeze()
+    pid = os.getpid()
+    yield
+    if os.getpid() == pid:
+        gc.unfreeze()
 
 
 def connect(port: int) -> socket.socket:
@@ -430,8 +443,9 @@ def test_nodes_meet_again_after_node_0_was_killed_and_started_again(port: int) -
     context = multiprocessing.get_context("fork")
     restarted = context.Event()
     first, second = context.Process(target=node_0, args=(2,)), context.Process(target=later, daemon=True)
-    first.start()
-    second.start()  # a process must not fork while its threads, as those of node 1, hold locks of torch
+    with forking():  # a process must not fork while its threads, as those of node 1, hold locks of torch
+        first.start()
+        second.start()
     other = Node(port, 1, nnodes=2)
     assert other.join().result(180) == other.join_again().result(180) == [0, 1] and other.number == 2
     first.kill()
@@ -448,7 +462,8 @@ def in_process(node: Callable[[], Node], limits: tuple[int, int]) -> Future[list
 
     def run() -> list[int]:
         reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
-        pid = os.fork()
+        with forking():
+            pid = os.fork()
         if pid == 0:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -576,7 +591,8 @@ def test_a_node_that_waits_for_a_restart_says_so_if_the_run_ends(port: int) -> N
         time.sleep(60)
 
     first = multiprocessing.get_context("fork").Process(target=node_0)
-    first.start()
+    with forking():
+        first.start()
     late = Node(port, 1, nnodes="1:2", grace=2)
     time.sleep(8)  # node 0 has gone on without it
     answer = late.join()
